@@ -1,0 +1,95 @@
+"""`TurnBatch`: the turns of many trajectories as columns, with no padding and no object per row.
+
+A row is one agent call: a prompt, one response, and the loss on the response's tokens only.
+Token columns are flat with offsets; *response columns* hold the response tokens only, row after row.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def gather_segments(flat: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
+    """The segments `rows` of a flat column, concatenated in that order.
+
+    Args:
+        flat: [T], segment r being flat[offsets[r]:offsets[r + 1]].
+        offsets: int64 [R + 1].
+        rows: int64 [S], indices into the R segments.
+    """
+    lengths = (offsets[1:] - offsets[:-1])[rows]
+    starts = torch.repeat_interleave(offsets[rows] - _offsets(lengths)[:-1], lengths)
+    return flat[starts + torch.arange(int(lengths.sum()))]
+
+
+@dataclass
+class TurnBatch:
+    """R rows with T tokens in all, of which T' are response tokens."""
+
+    tokens: Tensor  # int64 [T], prompt then response of each row
+    offsets: Tensor  # int64 [R + 1], into tokens
+    prompt_lengths: Tensor  # int64 [R]
+    engine_logprobs: Tensor  # float32 [T'], log-probability of each response token when it was sampled
+    agent: Tensor  # int64 [R], index into agents
+    policy: Tensor  # int64 [R], index into policies
+    group: Tensor  # int64 [R], the question
+    trajectory: Tensor  # int64 [R]
+    turn: Tensor  # int64 [R], position of the call within its trajectory
+    reward: Tensor  # float32 [R], return of the row's trajectory
+    valid: Tensor  # bool [R], the output could be parsed
+    trainable: Tensor  # bool [R], the agent and its policy learn
+    weight_version: Tensor  # int64 [R], weights that sampled the row
+    agents: tuple[str, ...]
+    policies: tuple[str, ...]
+    advantages: Optional[Tensor] = None  # float32 [T']
+    token_weights: Optional[Tensor] = None  # float32 [T'], weight of each token's loss; they carry every normalisation
+
+    def __len__(self) -> int:
+        return len(self.agent)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Response tokens of each row, int64 [R]."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> Tensor:
+        """Offsets of the rows in the response columns, int64 [R + 1]."""
+        return _offsets(self.response_lengths)
+
+    def select(self, rows: Tensor) -> "TurnBatch":
+        """The batch of these rows, in this order.
+
+        Args:
+            rows: int64 indices [S], or a bool mask [R].
+        """
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Tensor):
+                continue
+            if field.name == "offsets":
+                changed["offsets"] = _offsets(self.lengths[rows])
+            elif field.name == "tokens":
+                changed["tokens"] = gather_segments(value, self.offsets, rows)
+            elif field.name in RESPONSE_COLUMNS:
+                changed[field.name] = gather_segments(value, self.response_offsets, rows)
+            else:
+                changed[field.name] = value[rows]
+        return replace(self, **changed)
+
+
+RESPONSE_COLUMNS = ("engine_logprobs", "advantages", "token_weights")
