@@ -92,8 +92,9 @@ class AgentConfig:
     """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
 
     policy: str = MISSING
-    system: Optional[str] = None  # system message; none when empty
-    prompt: str = MISSING  # Jinja template; the workflow's docstring lists its variables
+    system: Optional[str] = None  # system message
+    prompt: str = MISSING  # Jinja template of the user message; the workflow's docstring lists its variables
+    parser: str = "tag"  # a name registered in megatron_drmas.team.parsing: tag | boxed | text
     tag: Optional[str] = None  # <tag>…</tag> that the output must hold exactly once
     choices: list[str] = field(default_factory=list)  # the tag's allowed contents; empty: any text
     trainable: bool = True

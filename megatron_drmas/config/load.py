@@ -1,0 +1,109 @@
+"""Command line → `RunConfig`, through Hydra's compose API.
+
+Every command of the package takes `[--config-name NAME] [--config-dir DIR] [--print] [key=value …]`; the
+key=value arguments are Hydra overrides.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.schema import RunConfig
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+REPOSITORY = CONFIG_DIR.parent
+
+ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] = None) -> RunConfig:
+    """Compose configs/<name>.yaml with overrides.
+
+    Raises:
+        ConfigError: unknown configuration, key or option, or a value of the wrong type.
+    """
+    folder = Path(config_dir or CONFIG_DIR).resolve()
+    if not (folder / f"{name}.yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        raise ConfigError("--config-name", name, f"no such file in {folder}", f"choose one of: {known}")
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            node = compose(name, overrides)
+        missing = sorted(OmegaConf.missing_keys(node))
+        if missing:
+            raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
+        return OmegaConf.to_object(node)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _readable(error, overrides) from error
+
+
+def parse_command_line(prog: str, argv: Optional[list[str]] = None, default: str = "search_hetero") -> tuple[RunConfig, argparse.Namespace]:
+    """Parse a command's arguments and compose its configuration.
+
+    With `--print` the composed YAML goes to standard output and the program ends.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Arguments of the form key=value override the configuration (Hydra).")
+    parser.add_argument("--config-name", default=default, help="a file of the configuration folder, without .yaml")
+    parser.add_argument("--config-dir", type=Path, default=None, help="default: the repository's configs/")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the composed configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(argv)
+    config = compose_config(args.config_name, args.overrides, args.config_dir)
+    if args.show:
+        print(to_yaml(config), end="")
+        sys.exit(0)
+    return config, args
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as YAML, interpolations resolved."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain dictionaries, lists and scalars."""
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+
+
+def _readable(error: Exception, overrides: list[str]) -> ConfigError:
+    text = str(error)
+    cause = error.__cause__
+    while cause is not None:
+        text += "\n" + str(cause)
+        cause = cause.__cause__
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    match = re.search(r"Could not override '([^']+)'|full_key: (\S+)|Key '([^']+)' (?:is )?not in", text)
+    key = next((group for group in match.groups() if group), None) if match else None
+    if key is None:
+        key = next((name for name in keys if name and name in text), "configuration")
+    value = next((override.partition("=")[2] for override in overrides if override.partition("=")[0].lstrip("+~") == key), None)
+    if "Could not override" in text or "not in" in text and "struct" in text or "not in 'RunConfig'" in text:
+        near = difflib.get_close_matches(key, _known_keys(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "--print lists every key"
+        return ConfigError(key, value, "no such key", hint)
+    first = text.strip().split("\n")[0]
+    return ConfigError(key, value, first, "correct it (--print shows the composed configuration)")
+
+
+def _known_keys() -> list[str]:
+    def walk(node: DictConfig, prefix: str) -> list[str]:
+        found = []
+        for key in node:
+            name = f"{prefix}{key}"
+            found.append(name)
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                found += walk(child, f"{name}.")
+        return found
+
+    return walk(OmegaConf.structured(RunConfig), "")
