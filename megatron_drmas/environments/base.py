@@ -1,0 +1,52 @@
+"""The interface of an environment: the tools a workflow may use and the return of its outcome."""
+
+from types import TracebackType
+from typing import Callable, Optional
+
+from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Outcome
+
+
+class Environment:
+    """Asynchronous context manager; everything that can block runs off the event loop, with a time limit."""
+
+    def __init__(self, config: EnvironmentConfig):
+        self.config = config
+
+    async def __aenter__(self) -> "Environment":
+        return self
+
+    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        return None
+
+    async def retrieve(self, query: str) -> list[str]:
+        """Passages for a query.
+
+        Raises:
+            TrajectoryFailure: the server failed or timed out.
+        """
+        raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
+
+    async def reward(self, question: Question, outcome: Outcome) -> float:
+        """The return of a trajectory.
+
+        Raises:
+            TrajectoryFailure: the outcome could not be graded for a reason outside the team.
+        """
+        raise TypeError(f"{type(self).__name__} does not define reward")
+
+
+ENVIRONMENTS: dict[str, type[Environment]] = {}
+
+
+def register_environment(name: str) -> Callable[[type[Environment]], type[Environment]]:
+    """Make an environment available as `environment.name`."""
+
+    def add(environment: type[Environment]) -> type[Environment]:
+        if name in ENVIRONMENTS:
+            raise ValueError(f"an environment named {name!r} exists already")
+        ENVIRONMENTS[name] = environment
+        return environment
+
+    return add

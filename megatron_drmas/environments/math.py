@@ -1,0 +1,37 @@
+"""Mathematics questions; the return is 1 for a right last `\\boxed{}` and 0 otherwise."""
+
+from types import TracebackType
+from typing import Optional
+
+from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.environments.base import Environment, register_environment
+from megatron_drmas.environments.grading import Grader
+from megatron_drmas.team.trajectory import Outcome
+
+
+@register_environment("math")
+class MathEnvironment(Environment):
+    """Graded by `math-verify` in worker processes with a time limit.
+
+    An answer that the grader cannot finish in time is the team's doing and counts as wrong.
+    """
+
+    def __init__(self, config: EnvironmentConfig):
+        super().__init__(config)
+        self._grader = Grader(config.grader.workers, config.grader.timeout_s, config.grader.memory_mib)
+
+    async def __aenter__(self) -> "MathEnvironment":
+        self._grader.start()
+        return self
+
+    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        self._grader.close()
+
+    async def reward(self, question: Question, outcome: Outcome) -> float:
+        if outcome.answer is None:
+            return 0.0
+        for gold in question.answers:
+            if (await self._grader.grade(outcome.answer, gold)).correct:
+                return 1.0
+        return 0.0

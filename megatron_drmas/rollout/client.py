@@ -1,0 +1,138 @@
+"""The driver's side of a policy's engines: many coroutines in, few messages out.
+
+Calls made in one turn of the event loop travel to an engine together, and everything an engine has finished comes back
+in one answer, so a thousand short calls do not cost a thousand messages.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Awaitable, Optional, Protocol
+
+from megatron_drmas.rollout.requests import Request, Sample
+
+
+class EngineHandle(Protocol):
+    """One engine, wherever it lives."""
+
+    def submit(self, requests: list[Request]) -> Awaitable[None]:
+        """Hand requests over; returns when the engine has them."""
+
+    def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
+        """All samples finished since the last poll; waits for at least one, or returns [] after the time-out."""
+
+
+class EngineTimeout(RuntimeError):
+    """An engine that holds requests has been silent for too long."""
+
+
+class PolicyClient:
+    """Spreads one policy's calls over its engines; an asynchronous context manager.
+
+    Args:
+        policy: name, for errors.
+        engines: the replicas; a request goes to the one with the fewest requests in flight.
+        timeout_s: silence of an engine with requests in flight that counts as an error.
+        lockstep: keep requests back until `flush`, and hand them over in the order of their seeds.
+    """
+
+    POLL_S = 2.0
+
+    def __init__(self, policy: str, engines: list[EngineHandle], timeout_s: float, lockstep: bool = False):
+        self.policy = policy
+        self.lockstep = lockstep
+        self.generated_tokens = 0
+        self._engines = engines
+        self._timeout_s = timeout_s
+        self._waiting: list[Request] = []
+        self._in_flight: list[dict[int, asyncio.Future[Sample]]] = [{} for _ in engines]
+        self._futures: dict[int, asyncio.Future[Sample]] = {}
+        self._busy: list[asyncio.Event] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._flush_scheduled = False
+        self._next_key = 0
+
+    async def __aenter__(self) -> "PolicyClient":
+        self._busy = [asyncio.Event() for _ in self._engines]
+        for index in range(len(self._engines)):
+            self._start(self._poll(index), index)
+        return self
+
+    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine has been given yet."""
+        return len(self._waiting)
+
+    def generate(
+        self, prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int,
+    ) -> "asyncio.Future[Sample]":
+        """Ask for one response.
+
+        Returns:
+            A future whose exception is `EngineTimeout` when the engine has finished nothing for `timeout_s`, or else
+            whatever ended the engine.
+        """
+        loop = asyncio.get_running_loop()
+        key, self._next_key = self._next_key, self._next_key + 1
+        future: asyncio.Future[Sample] = loop.create_future()
+        self._futures[key] = future
+        self._waiting.append(Request(key, prompt_ids, seed, temperature, top_p, max_tokens))
+        if not self.lockstep and not self._flush_scheduled:
+            self._flush_scheduled = True
+            loop.call_soon(self.flush)
+        return future
+
+    def flush(self) -> None:
+        """Hand all waiting requests to the engines."""
+        self._flush_scheduled = False
+        requests, self._waiting = self._waiting, []
+        if self.lockstep:
+            requests.sort(key=lambda request: (request.seed, request.prompt_ids))
+        shares: list[list[Request]] = [[] for _ in self._engines]
+        for request in requests:
+            index = min(range(len(shares)), key=lambda i: len(self._in_flight[i]))
+            self._in_flight[index][request.key] = self._futures.pop(request.key)
+            shares[index].append(request)
+        for index, share in enumerate(shares):
+            if share:
+                self._start(self._submit(index, share), index)
+
+    async def _submit(self, index: int, share: list[Request]) -> None:
+        await asyncio.wait_for(self._engines[index].submit(share), self._timeout_s)
+        self._busy[index].set()
+
+    async def _poll(self, index: int) -> None:
+        silent_s = 0.0
+        while True:
+            await self._busy[index].wait()
+            samples = await asyncio.wait_for(self._engines[index].poll(self.POLL_S), self._timeout_s)
+            for sample in samples:
+                self.generated_tokens += len(sample.token_ids)
+                self._in_flight[index].pop(sample.key).set_result(sample)
+            silent_s = 0.0 if samples else silent_s + self.POLL_S
+            if not self._in_flight[index]:
+                self._busy[index].clear()
+            elif silent_s >= self._timeout_s:
+                raise EngineTimeout(
+                    f"engine {index} of policy {self.policy!r} has finished none of {len(self._in_flight[index])} requests in "
+                    f"{silent_s:.0f} s; see its log, or raise rollout.timeout_s"
+                )
+
+    def _start(self, work: Awaitable[None], index: int) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._finished(done, index))
+
+    def _finished(self, task: asyncio.Task, index: int) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        stranded, self._in_flight[index] = self._in_flight[index], {}
+        for future in stranded.values():
+            if not future.done():
+                future.set_exception(task.exception())

@@ -1,0 +1,165 @@
+"""Runs a team's workflow on many questions at once: one coroutine a trajectory.
+
+Nothing waits for a whole batch to finish an agent's turn; the calls of all trajectories meet in the engines'
+continuous batching.  In deterministic mode they meet in *rounds* instead: engines are given work only when every live
+trajectory waits for an engine, and in the order of the requests' seeds, so that what an engine computes together is a
+function of the tokens alone.  The price is that an engine idles while a round's slowest response or retrieval finishes.
+"""
+
+import asyncio
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from megatron_drmas.config.schema import RolloutConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.environments.base import Environment
+from megatron_drmas.rollout.client import PolicyClient
+from megatron_drmas.rollout.tokenizer import ChatTokenizer
+from megatron_drmas.team.team import Team
+from megatron_drmas.team.trajectory import Trajectory, TrajectoryFailure, Turn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn.  `stream` separates the random numbers of one collection from another's."""
+
+    temperature: float
+    top_p: float
+    stream: str
+
+
+def call_seed(*parts: object) -> int:
+    """A 31-bit seed that depends on nothing but its parts."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big") >> 1
+
+
+class Collector:
+    """Collects trajectories of one team.
+
+    Args:
+        team: agents and workflow.
+        environment: entered already.
+        clients: one per policy, entered already.
+        tokenizers: one per policy.
+        config: limits of prompts and responses.
+        seed: the run's seed.
+    """
+
+    def __init__(
+        self, team: Team, environment: Environment, clients: dict[str, PolicyClient], tokenizers: dict[str, ChatTokenizer],
+        config: RolloutConfig, seed: int,
+    ):
+        self.team = team
+        self.environment = environment
+        self.clients = clients
+        self.tokenizers = tokenizers
+        self.config = config
+        self.seed = seed
+        self._lockstep = any(client.lockstep for client in clients.values())
+        self._live = 0
+
+    async def collect(self, questions: list[Question], samples: int, sampling: Sampling) -> list[Trajectory]:
+        """Run the workflow `samples` times on each question.
+
+        Returns:
+            len(questions) x samples trajectories, a question's trajectories side by side.
+        """
+        trajectories = [Trajectory(question, group, sample) for group, question in enumerate(questions) for sample in range(samples)]
+        width = self.config.max_in_flight
+        if self._lockstep:
+            for start in range(0, len(trajectories), width):
+                await self._run_together(trajectories[start:start + width], sampling)
+        else:
+            gate = asyncio.Semaphore(width)
+
+            async def gated(trajectory: Trajectory) -> None:
+                async with gate:
+                    await self._run(trajectory, sampling)
+
+            await _all(gated(trajectory) for trajectory in trajectories)
+        return trajectories
+
+    async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling) -> None:
+        self._live = len(trajectories)
+        await _all(self._run(trajectory, sampling) for trajectory in trajectories)
+
+    async def _run(self, trajectory: Trajectory, sampling: Sampling) -> None:
+        context = _TrajectoryContext(self, trajectory, sampling)
+        try:
+            trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
+            trajectory.reward = await self.environment.reward(trajectory.question, trajectory.outcome)
+        except TrajectoryFailure as failure:
+            trajectory.failure = failure.cause
+        finally:
+            self._live -= 1
+            self.next_round()
+
+    def next_round(self) -> None:
+        """In deterministic mode, start a round if every live trajectory waits for an engine."""
+        if self._lockstep and self._live and sum(client.waiting for client in self.clients.values()) == self._live:
+            for client in self.clients.values():
+                client.flush()
+
+
+class _TrajectoryContext:
+    """The `Context` of one trajectory."""
+
+    def __init__(self, collector: Collector, trajectory: Trajectory, sampling: Sampling):
+        self._collector = collector
+        self._trajectory = trajectory
+        self._sampling = sampling
+
+    async def call(self, agent: str, **variables: Any) -> Turn:
+        role = self._collector.team.agents[agent]
+        policy = role.config.policy
+        tokenizer = self._collector.tokenizers[policy]
+        messages, prompt_ids = self._prompt(agent, variables)
+        limits = self._collector.config
+        index = len(self._trajectory.turns)
+        seed = call_seed(
+            self._collector.seed, self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample, index,
+        )
+        response = self._collector.clients[policy].generate(
+            prompt_ids, seed, self._sampling.temperature, self._sampling.top_p, role.config.max_response_tokens or limits.max_response_tokens,
+        )
+        self._collector.next_round()
+        sample = await response
+        if sample.error is None and not all(map(math.isfinite, sample.logprobs)):
+            raise TrajectoryFailure("engine", f"log-probabilities of {agent!r} are not finite")
+        if sample.error is not None or not sample.token_ids:
+            raise TrajectoryFailure("engine", sample.error or f"empty response of {agent!r}")
+        text = tokenizer.text(sample.token_ids)
+        turn = Turn(
+            agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, sample.finish_reason,
+            sample.weight_version, text, role.parse(text),
+        )
+        self._trajectory.turns.append(turn)
+        return turn
+
+    async def retrieve(self, query: str) -> list[str]:
+        return await self._collector.environment.retrieve(query)
+
+    def _prompt(self, agent: str, variables: dict[str, Any]) -> tuple[list[dict[str, str]], list[int]]:
+        role = self._collector.team.agents[agent]
+        limit = self._collector.config.max_prompt_tokens
+        while True:
+            messages = role.messages(**variables)
+            prompt_ids = self._collector.tokenizers[role.config.policy].prompt_ids(messages)
+            if len(prompt_ids) <= limit:
+                return messages, prompt_ids
+            history: Optional[list] = variables.get("history")
+            if not history:
+                raise TrajectoryFailure("prompt_too_long", f"prompt of {agent!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}")
+            variables = {**variables, "history": history[1:]}
+
+
+async def _all(coroutines) -> None:
+    """Run coroutines together; the first exception cancels the rest and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except* Exception as errors:
+        raise errors.exceptions[0] from None

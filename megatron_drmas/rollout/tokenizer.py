@@ -1,0 +1,27 @@
+"""A policy's own tokenizer and chat template."""
+
+from typing import Any
+
+from transformers import AutoTokenizer
+
+
+class ChatTokenizer:
+    """Messages → prompt ids, sampled ids → text.
+
+    Args:
+        model: Hugging Face folder.
+        template_options: further variables of the chat template, such as `enable_thinking`.
+    """
+
+    def __init__(self, model: str, template_options: dict[str, Any]):
+        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        self._options = template_options
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The chat rendered once, with the mark that lets the assistant speak."""
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._options)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def text(self, token_ids: list[int]) -> str:
+        """The response as text, without the end-of-turn mark."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

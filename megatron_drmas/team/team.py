@@ -1,0 +1,42 @@
+"""A team: its agents with their prompts and parsers, its workflow, and the agent→policy map."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from megatron_drmas.config.schema import AgentConfig, TeamConfig
+from megatron_drmas.team.parsing import PARSERS
+from megatron_drmas.team.prompts import render_prompt
+from megatron_drmas.team.workflow import WORKFLOWS, Workflow
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A role: a prompt, a parser, and the policy that speaks for it."""
+
+    name: str
+    config: AgentConfig
+
+    def messages(self, **variables: Any) -> list[dict[str, str]]:
+        """The chat messages of one call."""
+        messages = [{"role": "user", "content": render_prompt(self.config.prompt, **variables)}]
+        if self.config.system:
+            messages.insert(0, {"role": "system", "content": self.config.system})
+        return messages
+
+    def parse(self, text: str) -> Optional[str]:
+        """The content of an output, or None if it is malformed."""
+        return PARSERS[self.config.parser](text, self.config)
+
+
+@dataclass(frozen=True)
+class Team:
+    """The agents in the order of the configuration, which numbers them in `TurnBatch`."""
+
+    agents: dict[str, Agent]
+    workflow: Workflow
+
+    @classmethod
+    def from_config(cls, config: TeamConfig) -> "Team":
+        """Build a validated configuration's team."""
+        agents = {name: Agent(name, agent) for name, agent in config.agents.items()}
+        return cls(agents, WORKFLOWS[config.workflow.name](config.workflow))

@@ -1,0 +1,86 @@
+"""What one run of a workflow leaves behind: its turns, its outcome and its return."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from megatron_drmas.data.questions import Question
+
+
+@dataclass
+class Turn:
+    """One agent call.
+
+    `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenised
+    again for training.
+    """
+
+    agent: str
+    policy: str
+    index: int  # position among the trajectory's calls
+    messages: list[dict[str, str]]
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # stop | length
+    weight_version: int
+    text: str
+    content: Optional[str]  # what the agent's parser accepted
+
+    @property
+    def valid(self) -> bool:
+        return self.content is not None
+
+
+@dataclass
+class Outcome:
+    """How a workflow ended; the environment turns it into a return."""
+
+    answer: Optional[str]  # None: the team gave none
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trajectory:
+    """One run of the workflow on one question.
+
+    A trajectory whose `failure` is set was cut short by something that is not the team's doing (a retrieval error, an
+    engine's NaN, a prompt that cannot fit).  It is counted and masked out of training and evaluation averages.
+    """
+
+    question: Question
+    group: int  # position of the question in the step
+    sample: int  # position among the question's trajectories
+    turns: list[Turn] = field(default_factory=list)
+    outcome: Optional[Outcome] = None
+    reward: float = 0.0
+    failure: Optional[str] = None
+
+    def as_record(self) -> dict[str, Any]:
+        """The trajectory as JSON-serialisable text to read, without token ids."""
+        return {
+            "question": self.question.text, "answers": list(self.question.answers), "group": self.group, "sample": self.sample,
+            "reward": self.reward, "failure": self.failure, "answer": self.outcome.answer if self.outcome else None,
+            "info": self.outcome.info if self.outcome else {},
+            "turns": [
+                {
+                    "agent": turn.agent, "policy": turn.policy, "messages": turn.messages, "text": turn.text, "valid": turn.valid,
+                    "content": turn.content, "prompt_tokens": len(turn.prompt_ids), "response_tokens": len(turn.token_ids),
+                    "finish_reason": turn.finish_reason, "weight_version": turn.weight_version,
+                }
+                for turn in self.turns
+            ],
+        }
+
+
+class TrajectoryFailure(Exception):
+    """Ends one trajectory, never the run.
+
+    Args:
+        cause: short stable name under which the failure is counted (`retrieval`, `engine`, `prompt_too_long`, …).
+        detail: for the log.
+    """
+
+    def __init__(self, cause: str, detail: str):
+        super().__init__(f"{cause}: {detail}")
+        self.cause = cause
+        self.detail = detail

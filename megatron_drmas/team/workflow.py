@@ -1,0 +1,62 @@
+"""The interface between a workflow and whatever runs it, and the registry of workflows."""
+
+from typing import Any, Callable, Protocol
+
+from megatron_drmas.config.schema import WorkflowConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Outcome, Turn
+
+
+class Context(Protocol):
+    """What a workflow can do while it runs one trajectory."""
+
+    async def call(self, agent: str, **variables: Any) -> Turn:
+        """Let an agent speak.
+
+        The agent's prompt template is rendered with `variables`.  If the prompt is longer than allowed, entries are
+        taken from the front of the list `variables["history"]` until it fits.
+
+        Raises:
+            TrajectoryFailure: the engine failed, or the prompt cannot be made to fit.
+        """
+
+    async def retrieve(self, query: str) -> list[str]:
+        """Passages for a query, in the order in which a prompt shows them.
+
+        Raises:
+            TrajectoryFailure: the retrieval server failed or timed out.
+        """
+
+
+class Workflow:
+    """Who speaks when.  One instance serves all trajectories, so it keeps no state of its own.
+
+    Class attributes:
+        agents: the roles that the workflow calls; the team must define each.
+        needs_retrieval: whether it calls `Context.retrieve`.
+    """
+
+    agents: tuple[str, ...] = ()
+    needs_retrieval: bool = False
+
+    def __init__(self, config: WorkflowConfig):
+        self.config = config
+
+    async def run(self, context: Context, question: Question) -> Outcome:
+        """Run one trajectory to its end."""
+        raise TypeError(f"{type(self).__name__} does not define run")
+
+
+WORKFLOWS: dict[str, type[Workflow]] = {}
+
+
+def register_workflow(name: str) -> Callable[[type[Workflow]], type[Workflow]]:
+    """Make a workflow available as `team.workflow.name`."""
+
+    def add(workflow: type[Workflow]) -> type[Workflow]:
+        if name in WORKFLOWS:
+            raise ValueError(f"a workflow named {name!r} exists already")
+        WORKFLOWS[name] = workflow
+        return workflow
+
+    return add

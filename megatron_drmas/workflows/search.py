@@ -1,0 +1,52 @@
+"""Iterative search with three agents (Dr. MAS, arXiv 2602.08847, search task).
+
+Each turn the Verifier decides whether what was found answers the question.  "no" lets the Search agent write a query,
+whose passages join the history; "yes" lets the Answer agent answer, which ends the trajectory.
+"""
+
+from dataclasses import dataclass
+
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Outcome
+from megatron_drmas.team.workflow import Context, Workflow, register_workflow
+
+
+@dataclass(frozen=True)
+class SearchStep:
+    """One query and what it found; an entry of the prompts' `history`."""
+
+    query: str
+    passages: list[str]
+
+
+@register_workflow("search")
+class SearchWorkflow(Workflow):
+    """Verifier → Search, until the Verifier says yes → Answer.
+
+    Template variables: `question` (str), `history` (list of `SearchStep`, oldest first, at most
+    `team.workflow.history`), `turn` (1-based), `max_turns`.
+
+    A malformed verdict counts as "no" and a malformed query finds nothing; both still cost the row its invalid-output
+    penalty.  A team that has no "yes" after `max_turns` verdicts gives no answer.
+    """
+
+    agents = ("verifier", "search", "answer")
+    needs_retrieval = True
+
+    async def run(self, context: Context, question: Question) -> Outcome:
+        history: list[SearchStep] = []
+        for turn in range(1, self.config.max_turns + 1):
+            shown = {"question": question.text, "turn": turn, "max_turns": self.config.max_turns}
+            verdict = await context.call("verifier", history=self._recent(history), **shown)
+            if verdict.content == "yes":
+                answer = await context.call("answer", history=self._recent(history), **shown)
+                return Outcome(answer.content, {"verdicts": turn, "searches": len(history)})
+            if turn == self.config.max_turns:
+                break
+            query = await context.call("search", history=self._recent(history), **shown)
+            if query.content is not None:
+                history.append(SearchStep(query.content, await context.retrieve(query.content)))
+        return Outcome(None, {"verdicts": self.config.max_turns, "searches": len(history)})
+
+    def _recent(self, history: list[SearchStep]) -> list[SearchStep]:
+        return history[-self.config.history:] if self.config.history else []
