@@ -1,0 +1,31 @@
+"""Agents' prompts: Jinja templates from the configuration, rendered with the workflow's variables."""
+
+from functools import lru_cache
+
+from jinja2 import StrictUndefined, Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+@lru_cache(maxsize=None)
+def compile_prompt(template: str) -> Template:
+    """The compiled template.
+
+    Raises:
+        jinja2.TemplateSyntaxError: not a Jinja template.
+    """
+    return _ENVIRONMENT.from_string(template)
+
+
+def render_prompt(template: str, **variables) -> str:
+    """The prompt's text.
+
+    Args:
+        template: Jinja source; a tag on a line of its own leaves no line behind.
+        variables: what the workflow's docstring lists.
+
+    Raises:
+        jinja2.UndefinedError: the template uses a variable that was not given.
+    """
+    return compile_prompt(template).render(**variables)
