@@ -1,0 +1,106 @@
+"""How one Megatron parameter is made of Hugging Face tensors: the vocabulary that a family's table is written in.
+
+A rule names one Megatron parameter and its HF tensors.  All of them obey one law: cut every HF tensor along the rule's
+tensor-parallel dimension, `merge` the r-th pieces, and the result is rank r's shard of the Megatron parameter; `split`
+undoes `merge`.  So a rule never sees the layout, and gate/up are cut separately by construction.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.spec import ModelSpec
+
+Dimension = "str | int"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter, the same tensor on both sides, replicated over tensor-parallel ranks.
+
+    `megatron` and `hf` are templates in {layer} and {expert}; `dims` is the HF shape in names of ModelSpec attributes.
+    Megatron names are those of the Transformer Engine layer spec (see `mapping.canonical_name` for the local spec).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    dims: tuple[tuple[Dimension, ...], ...]
+
+    tp_dim: ClassVar[Optional[int]] = None  # dimension that tensor parallelism cuts
+    vocab: ClassVar[bool] = False  # dimension 0 is the padded vocabulary
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """Shapes of the HF tensors, in the order of `hf`."""
+        return [tuple(spec.size(d) for d in dims) for dims in self.dims]
+
+    def megatron_shape(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Shape of the whole Megatron parameter (unpadded, TP 1)."""
+        shapes = self.shapes(spec)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        """HF tensors, or their r-th pieces, to the Megatron parameter or its r-th shard."""
+        return parts[0]
+
+    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
+        """The inverse of `merge`."""
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class Replicated(Rule):
+    """Norms, routers: the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Column(Rule):
+    """A column-parallel linear: output features (dim 0) are cut."""
+
+    tp_dim: ClassVar[Optional[int]] = 0
+
+
+@dataclass(frozen=True)
+class Row(Rule):
+    """A row-parallel linear: input features (dim 1) are cut."""
+
+    tp_dim: ClassVar[Optional[int]] = 1
+
+
+@dataclass(frozen=True)
+class Vocabulary(Column):
+    """Embedding or output layer: dim 0 is the vocabulary, padded with zero rows to what the layout needs."""
+
+    vocab: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class QKV(Column):
+    """Query, key and value projections, interleaved by query group along dim 0.
+
+    Each group holds heads / kv_groups query heads, then its key head, then its value head.
+    """
+
+    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        groups = parts[1].shape[0] // spec.head_dim
+        rest = parts[0].shape[1:]
+        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
+
+    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
+        queries = spec.q_size // spec.kv_groups
+        rest = tensor.shape[1:]
+        grouped = tensor.reshape(-1, queries + 2 * spec.head_dim, *rest)
+        parts = grouped.split([queries, spec.head_dim, spec.head_dim], dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+
+@dataclass(frozen=True)
+class GateUp(Column):
+    """Gate projection above up projection; each is cut on its own, so every rank holds its [gate; up]."""
+
+    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
+        return list(tensor.chunk(2))
