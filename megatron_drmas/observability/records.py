@@ -34,7 +34,6 @@ class StepRecord:
     policies: dict[str, dict[str, float]]
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories left out of the update
     skipped: dict[str, int] = field(default_factory=dict)  # policy -> optimizer steps skipped (non-finite gradient)
-    restarts: dict[str, int] = field(default_factory=dict)  # cause -> restarts of a part since the last record
 
 
 @dataclass

@@ -13,11 +13,25 @@
             (save the checkpoint of this step)
 """
 
+import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
-from megatron_drmas.observability.records import EvaluationRecord, StepRecord, TrajectoryRecord
+import psutil
+import yaml
+
+from megatron_drmas.observability.alarms import Watch
+from megatron_drmas.observability.history import History, to_json, write_atomically
+from megatron_drmas.observability.memory import MemorySampler
+from megatron_drmas.observability.progress import Progress, closing_lines
+from megatron_drmas.observability.records import EvaluationRecord, StepRecord, TrajectoryRecord, plain
+from megatron_drmas.observability.report import write_report
+from megatron_drmas.observability.summary import FINISHED, Summary
+from megatron_drmas.observability.tensorboard import TensorBoard
+
+REPORT_EVERY_S = 60.0  # a running run's report is at most this old, plus a step
 
 
 class RunLog:
@@ -32,41 +46,169 @@ class RunLog:
         name, seed, steps: of the run.
         resume_step: steps of the checkpoint that the run continues from; what was logged after it is removed.
             None: a new run; everything that an earlier run of this folder logged is removed.
+        clock: seconds, for timing phases.
     """
 
     def __init__(
-        self, run_dir: Path | str, config: dict[str, Any], name: str, seed: int, steps: int, resume_step: Optional[int] = None
-    ): ...
+        self,
+        run_dir: Path | str,
+        config: dict[str, Any],
+        name: str,
+        seed: int,
+        steps: int,
+        resume_step: Optional[int] = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._run_dir = Path(run_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._about = (name, seed, steps)
+        self._agents_of = agents_by_policy(config)
+        self._clock = clock
+        self._seconds: dict[str, float] = {}  # by phase, since the last line
+        self._finished = False
+        write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+        self._history = History(self._run_dir / "metrics.jsonl")
+        self._tensorboard: Optional[TensorBoard] = None
+        if resume_step is None:
+            for earlier in (self._history.path, self._run_dir / "summary.json", self._run_dir / "report.html"):
+                earlier.unlink(missing_ok=True)
+            for folder in ("tensorboard", "trajectories"):
+                shutil.rmtree(self._run_dir / folder, ignore_errors=True)
+        self._start_step = resume_step or 0
+        self.rewind(self._start_step)
+        self._reported = self._logged = clock()
+        self._memory = MemorySampler()
+        self._progress = Progress(name, steps, clock=clock)
 
-    def __enter__(self) -> "RunLog": ...
+    def __enter__(self) -> "RunLog":
+        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         """Finish: "finished", "interrupted" or "failed: <error>"."""
+        if error is None:
+            self.finish(FINISHED)
+        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.finish("interrupted")
+        else:
+            self.finish(f"failed: {type(error).__name__}: {error}")
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[Callable[[str], None]]:
         """Time a part of the work and show it as what is going on.
 
         The seconds belong to the next thing logged: `started`, a step or an evaluation.
+
+        Yields:
+            A function that shows how far the work is, given a text such as "120/300 questions".
         """
+        self._progress.working(name)
+        began = self._clock()
+        try:
+            yield lambda text: self._progress.working(f"{name} {text}")
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began
 
     def started(self) -> None:
         """The processes are up: phases so far were start-up.  Start-up seconds count from the start of this process."""
+        seconds = time.time() - psutil.Process().create_time()
+        line = self._write("start", self._start_step, startup_seconds=seconds)
+        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in line["seconds"].items() if spent >= 0.1)
+        self._progress.note(f"started in {seconds:.0f} s ({parts})")
+        if self._start_step > 0:
+            self.log_restart("resumed")
 
     def log_step(self, record: StepRecord) -> None:
         """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line."""
+        values = plain(record)
+        alarms = self._watch.check(values)
+        line = self._write("step", alarms=alarms, **values)
+        self._tensorboard.add(line)
+        for alarm in alarms:
+            self._progress.note(f"warning: {alarm['message']}", style="yellow")
+        self._progress.step(line, sum(line["seconds"].values()))
+        if self._clock() - self._reported >= REPORT_EVERY_S:
+            self._report()
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
         """One evaluation, in one mode."""
+        line = self._write("evaluation", **plain(record))
+        self._tensorboard.add(line)
+        self._progress.evaluation(line)
+        self._report()
+
+    def log_restart(self, cause: str) -> None:
+        """A part of the run (an engine, an actor) was started again."""
+        self._write("restart", self._summary.as_dict()["step"], cause=cause)
+        self._progress.note(f"restart: {cause}", style="yellow")
 
     def evaluated(self, step: int) -> bool:
         """Whether an evaluation after `step` steps is in the log: a resumed run need not repeat it."""
+        return any(line["kind"] == "evaluation" and line["step"] == step for line in self._history)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
         """Whole trajectories to read, in trajectories/step_<step>.jsonl."""
+        folder = self._run_dir / "trajectories"
+        folder.mkdir(exist_ok=True)
+        lines = "".join(to_json(plain(trajectory)) + "\n" for trajectory in trajectories)
+        write_atomically(folder / f"step_{step:06d}.jsonl", lines)
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: the run goes back to that checkpoint."""
+        self._history.cut(step)
+        for path in (self._run_dir / "trajectories").glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+        self._summary, self._watch = Summary(*self._about), Watch(self._agents_of)
+        for line in self._history:
+            self._summary.add(line)
+            if line["kind"] == "step":
+                self._watch.check(line)
+        self._summary.write(self._run_dir / "summary.json")
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        self._tensorboard = TensorBoard(self._run_dir / "tensorboard", step)
 
     def finish(self, status: str) -> None:
         """Last summary and report, and the closing lines in the terminal.  Later calls do nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        self._memory.stop()
+        self._write("end", self._summary.as_dict()["step"], status=status)
+        self._tensorboard.close()
+        self._progress.close()
+        self._report()
+        places = {
+            "checkpoints": self._run_dir / "checkpoints",
+            "exported models": self._run_dir / "hf",
+            "TensorBoard log": self._run_dir / "tensorboard",
+            "report": self._run_dir / "report.html",
+            "summary": self._run_dir / "summary.json",
+        }
+        found = {what: str(path) for what, path in places.items() if path.exists()}
+        for text in closing_lines(self._summary.as_dict(), found):
+            self._progress.note(text)
+
+    def _write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
+        """Append a line of this kind with the time since the last one, and bring the summary up to date."""
+        elapsed = self._clock() - self._logged
+        self._logged += elapsed
+        seconds = self._seconds | {"other": max(0.0, elapsed - sum(self._seconds.values()))}
+        self._seconds = {}
+        line = {"kind": kind, "step": step, "seconds": seconds, "peak_memory_gib": self._memory.peak_gib, **values}
+        self._history.append(line)
+        self._summary.add(line)
+        self._summary.write(self._run_dir / "summary.json")
+        return line
+
+    def _report(self) -> None:
+        write_report(self._run_dir)
+        self._reported = self._clock()
+
+
+def agents_by_policy(config: dict[str, Any]) -> dict[str, list[str]]:
+    """Policy -> the agents that it speaks for, from a run's configuration."""
+    found: dict[str, list[str]] = {}
+    for agent, settings in config.get("team", {}).get("agents", {}).items():
+        found.setdefault(settings["policy"], []).append(agent)
+    return found

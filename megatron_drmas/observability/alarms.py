@@ -1,0 +1,84 @@
+"""Early warning: metrics that run away, named with their policy and agents."""
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Optional
+
+WINDOW = 50  # steps of the running median
+WARM_UP = 5  # steps before a running median counts
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a healthy metric keeps to.  A value that is not finite always alarms."""
+
+    metric: str
+    scope: str  # "agents" | "policies"
+    most: Optional[float] = None  # absolute
+    above: Optional[float] = None  # times the running median
+    below: Optional[float] = None  # times the running median
+    floor: float = 0.0  # the running median counts as at least this
+
+
+LIMITS = (
+    Limit("grad_norm", "policies", above=5.0, floor=1e-3),
+    Limit("prob_ratio", "policies", most=1.05),
+    Limit("entropy", "policies", above=3.0, below=0.1, floor=0.02),
+    Limit("baseline_inflation", "agents", most=3.0),
+    Limit("response_length", "agents", above=3.0, below=1 / 3, floor=4.0),
+)
+
+
+class Watch:
+    """Holds each step's metrics against `LIMITS` and the steps before.
+
+    Args:
+        agents_of: policy -> the agents that it speaks for, to name them in an alarm.
+    """
+
+    def __init__(self, agents_of: dict[str, list[str]]):
+        self._agents_of = agents_of
+        self._seen: dict[tuple[str, str], deque[float]] = {}
+
+    def check(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        """The alarms of one step, and take the step into the running medians.
+
+        Args:
+            line: agents and policies as in metrics.jsonl: metrics by name, None for a value that is not finite.
+
+        Returns:
+            One dictionary an alarm: metric, who (agent or policy), value, message.
+        """
+        alarms = []
+        for limit in LIMITS:
+            for who, metrics in line[limit.scope].items():
+                if limit.metric in metrics:
+                    value = metrics[limit.metric]
+                    problem = self._problem(limit, who, value)
+                    if problem:
+                        message = f"step {line['step']}: {limit.metric} of {self._called(limit.scope, who)} {problem}"
+                        alarms.append({"metric": limit.metric, "who": who, "value": value, "message": message})
+        return alarms
+
+    def _problem(self, limit: Limit, who: str, value: Optional[float]) -> Optional[str]:
+        if value is None:
+            return "is not finite"
+        seen = self._seen.setdefault((limit.metric, who), deque(maxlen=WINDOW))
+        usual = max(median(seen), limit.floor) if len(seen) >= WARM_UP else None
+        seen.append(value)
+        if limit.most is not None and value > limit.most:
+            return f"is {value:.4g}, over {limit.most:g}"
+        if usual is None:
+            return None
+        if limit.above is not None and value > limit.above * usual:
+            return f"is {value:.4g}, over {limit.above:g} times its running median {usual:.4g}"
+        if limit.below is not None and value < limit.below * usual:
+            return f"is {value:.4g}, under {limit.below:.2g} times its running median {usual:.4g}"
+        return None
+
+    def _called(self, scope: str, who: str) -> str:
+        if scope == "agents":
+            return f"agent {who}"
+        agents = self._agents_of.get(who, [])
+        return f"policy {who} (agents {', '.join(agents)})" if agents else f"policy {who}"

@@ -1,0 +1,74 @@
+"""metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
+
+Every line has `kind` and `step`.  Results ("step", "evaluation", "end") are undone when the run goes back to an
+earlier checkpoint; events ("start", "restart") have happened and stay.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Iterator
+
+EVENTS = ("start", "restart")
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Replace `path` by `content` (UTF-8; what UTF-8 cannot hold becomes a character reference).
+
+    A reader sees the old file or the new one; after an error, the old one.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content.encode("utf-8", "xmlcharrefreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON on one line."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file; a last line without its end, being written or cut off by a crash, is left out.
+
+    Raises:
+        ValueError: a complete line that is not a JSON object; names file and line.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith("\n"):
+                return
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: {error}; remove the line or restore the file") from error
+            if not isinstance(line, dict):
+                raise ValueError(f"{path}:{number}: {text.strip()[:80]} is not a JSON object; remove the line or restore the file")
+            yield line
+
+
+class History:
+    """The lines of one run's metrics.jsonl, on disk only."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return read_json_lines(self.path) if self.path.exists() else iter(())
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line; on disk when this returns."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(to_json(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def cut(self, step: int) -> None:
+        """Keep the events, and the results of no more than `step` steps."""
+        kept = [line for line in self if line["kind"] in EVENTS or line["step"] <= step]
+        write_atomically(self.path, "".join(to_json(line) + "\n" for line in kept))

@@ -1,0 +1,95 @@
+"""What a person sees in the terminal while a run works: one live line, or plain lines now and then in a log file."""
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, Callable, Optional
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as Bars
+
+PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
+STEPS_FOR_ETA = 10
+
+
+class Progress:
+    """The progress of one run.
+
+    On a terminal: one live line (what is going on; steps done, reward, exact match, time left) and a printed line for
+    what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
+    one about steps or the current phase every `PLAIN_EVERY_S` seconds.
+    """
+
+    def __init__(self, name: str, steps: int, console: Optional[Console] = None, clock: Callable[[], float] = time.monotonic):
+        self._name, self._steps = name, steps
+        self._console = console or Console(markup=False, highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._said = clock()
+        self._news: dict[str, str] = {}
+        self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), TextColumn("{task.fields[news]}", markup=False))
+        self._bars = Bars(*columns, console=self._console, transient=True, refresh_per_second=4)
+        self._task = self._bars.add_task("", total=None, news="")
+        if self._console.is_interactive:
+            self._bars.start()
+
+    def working(self, what: str) -> None:
+        """Show what is going on."""
+        self._bars.update(self._task, description=f"{self._name} · {what}")
+        if not self._console.is_interactive and self._clock() - self._said >= PLAIN_EVERY_S:
+            self.note(what)
+
+    def step(self, line: dict[str, Any], step_seconds: float) -> None:
+        """A step is done.
+
+        Args:
+            line: the step's line of metrics.jsonl.
+            step_seconds: its wall-clock time.
+        """
+        done = line["step"]
+        self._step_seconds.append(step_seconds)
+        self._news["reward"] = "reward –" if line["reward"] is None else f"reward {line['reward']:.3f}"
+        left = (self._steps - done) * sum(self._step_seconds) / len(self._step_seconds)
+        self._news["left"] = f"{step_seconds:.1f} s/step · {duration(left)} left"
+        order = ("reward", "match", "left")
+        news = " · ".join(self._news[key] for key in order if key in self._news)
+        self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
+        due = self._clock() - self._said >= PLAIN_EVERY_S
+        if not self._console.is_interactive and (due or done == self._steps):
+            self.note(f"step {done}/{self._steps} · {news}")
+
+    def evaluation(self, line: dict[str, Any]) -> None:
+        """An evaluation is done: `line` as in metrics.jsonl."""
+        self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']}"
+        self.note(f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions")
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line that stays."""
+        self._said = self._clock()
+        self._console.print(text, style=style)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def duration(seconds: float) -> str:
+    """As h:mm:ss."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
+    """What a finished run says last: what was learnt, and where things lie.
+
+    Args:
+        summary: as in summary.json.
+        places: what -> path.
+    """
+    match = summary["exact_match"]
+    lines = [f"{summary['name']}: {summary['status']} after {summary['step']} of {summary['steps']} steps"]
+    for mode in ("sampled", "greedy"):
+        before, after = match[mode]["before"], match[mode]["after"]
+        if before is not None and after is not None:
+            lines.append(f"exact match, {mode}: {before:.3f} → {after:.3f} ({after - before:+.3f}) on {match['questions']} held-out questions")
+    width = max(map(len, places), default=0)
+    return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

@@ -1,0 +1,117 @@
+"""summary.json: the run in numbers that a program can read, rewritten after everything that is logged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_drmas.observability.history import write_atomically
+from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
+
+RUNNING, FINISHED = "running", "finished"
+
+
+class Summary:
+    """Totals and last values over the lines of metrics.jsonl.
+
+    Adding the same lines always gives the same summary, so a resumed run adds the lines it kept and goes on.  The
+    keys of `as_dict`:
+
+        name, seed, status, step, steps      step: steps done; steps: steps planned
+        exact_match    {questions, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the first
+                       step and at the last evaluation since; questions: held-out questions; None: not evaluated
+        reward         mean over trajectories, last step
+        agents, policies                     metrics by name, last step each was in
+        max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
+        seconds        by phase: start-up, steps and evaluations together; "other" is time outside every phase
+        startup_seconds                      from the start of the process to the end of start-up, last start
+        peak_memory_gib                      of the process tree (see memory.tree_bytes)
+        weight_sync_share                    of the seconds of the steps
+        tokens_generated, tokens_trained, tokens_per_second (generated, over the seconds of generation)
+        masked, skipped, restarts, alarms    counts by cause, policy, cause and metric
+    """
+
+    def __init__(self, name: str, seed: int, steps: int):
+        self._values: dict[str, Any] = {
+            "name": name,
+            "seed": seed,
+            "status": RUNNING,
+            "step": 0,
+            "steps": steps,
+            "exact_match": {
+                "questions": None,
+                "samples": None,
+                SAMPLED: {"before": None, "after": None},
+                GREEDY: {"before": None, "after": None},
+            },
+            "reward": None,
+            "agents": {},
+            "policies": {},
+            "max_prob_ratio": None,
+            "max_logprob_diff": None,
+            "seconds": {},
+            "startup_seconds": None,
+            "peak_memory_gib": 0.0,
+            "weight_sync_share": 0.0,
+            "tokens_generated": 0,
+            "tokens_trained": 0,
+            "tokens_per_second": None,
+            "masked": {},
+            "skipped": {},
+            "restarts": {},
+            "alarms": {},
+        }
+        self._step_seconds: dict[str, float] = {}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in the next line of metrics.jsonl."""
+        _add_counts(self._values["seconds"], line["seconds"])
+        self._values["peak_memory_gib"] = max(self._values["peak_memory_gib"], line["peak_memory_gib"])
+        getattr(self, f"_add_{line['kind']}")(line)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._values
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(self._values, indent=2, allow_nan=False) + "\n")
+
+    def _add_start(self, line: dict[str, Any]) -> None:
+        self._values["status"] = RUNNING
+        self._values["startup_seconds"] = line["startup_seconds"]
+
+    def _add_restart(self, line: dict[str, Any]) -> None:
+        _add_counts(self._values["restarts"], {line["cause"]: 1})
+
+    def _add_step(self, line: dict[str, Any]) -> None:
+        values = self._values
+        values["step"], values["reward"] = line["step"], line["reward"]
+        values["agents"].update(line["agents"])
+        values["policies"].update(line["policies"])
+        for key, metric in (("max_prob_ratio", "prob_ratio"), ("max_logprob_diff", "logprob_diff_max")):
+            seen = [values[key], *(policy.get(metric) for policy in line["policies"].values())]
+            values[key] = max((value for value in seen if value is not None), default=None)
+        for key in ("masked", "skipped"):
+            _add_counts(values[key], line[key])
+        for alarm in line["alarms"]:
+            _add_counts(values["alarms"], {alarm["metric"]: 1})
+        values["tokens_generated"] += line["tokens_generated"]
+        values["tokens_trained"] += line["tokens_trained"]
+        _add_counts(self._step_seconds, line["seconds"])
+        spent, generating = sum(self._step_seconds.values()), self._step_seconds.get(GENERATE, 0.0)
+        values["weight_sync_share"] = self._step_seconds.get(WEIGHT_SYNC, 0.0) / spent if spent else 0.0
+        values["tokens_per_second"] = values["tokens_generated"] / generating if generating else None
+
+    def _add_evaluation(self, line: dict[str, Any]) -> None:
+        match = self._values["exact_match"]
+        match["questions"] = line["questions"]
+        if line["mode"] == SAMPLED:
+            match["samples"] = line["samples"]
+        match[line["mode"]]["before" if line["step"] == 0 else "after"] = line["exact_match"]
+        _add_counts(self._values["masked"], line["masked"])
+
+    def _add_end(self, line: dict[str, Any]) -> None:
+        self._values["status"] = line["status"]
+
+
+def _add_counts(totals: dict[str, float], counts: dict[str, float]) -> None:
+    for key, count in counts.items():
+        totals[key] = totals.get(key, 0) + count
