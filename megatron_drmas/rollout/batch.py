@@ -47,6 +47,11 @@ class TurnBatch:
     weight_version: Tensor  # int64 [R], weights that sampled the row
     agents: tuple[str, ...]
     policies: tuple[str, ...]
+    role_reward: Optional[Tensor] = None  # float32 [R], what the row's role earned in the trajectory
+    turn_reward: Optional[Tensor] = None  # float32 [R], what this call earned
+    verdict: Optional[Tensor] = None  # int64 [R], 1 accepts, 0 rejects, -1 the row is no verdict
+    state: Optional[Tensor] = None  # int64 [R], equal where calls started from the same state (GiGPO's anchor)
+    reference_logprobs: Optional[Tensor] = None  # float32 [T'], under the frozen reference policy
     advantages: Optional[Tensor] = None  # float32 [T']
     token_weights: Optional[Tensor] = None  # float32 [T'], weight of each token's loss; they carry every normalisation
 
@@ -92,4 +97,4 @@ class TurnBatch:
         return replace(self, **changed)
 
 
-RESPONSE_COLUMNS = ("engine_logprobs", "advantages", "token_weights")
+RESPONSE_COLUMNS = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")

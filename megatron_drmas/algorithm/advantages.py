@@ -1,0 +1,68 @@
+"""From a batch of turns to token-level advantages: `compute_advantages`."""
+
+import torch
+from torch import Tensor
+
+from megatron_drmas.algorithm.estimators import ESTIMATORS, group_index
+from megatron_drmas.algorithm.scores import row_scores
+from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.kernels.agent_advantage import agent_advantages
+from megatron_drmas.kernels.segments import expand_rows
+from megatron_drmas.rollout.batch import TurnBatch
+
+CHOICES = {
+    "mean": ("group", "agent"),
+    "std": ("group", "agent", "none"),
+    "weighting": ("step", "trajectory"),
+    "group_key": ("question", "question_agent", "question_agent_turn"),
+}
+
+
+def check_advantage_config(config: AdvantageConfig) -> None:
+    """Refuse unknown choices.
+
+    Raises:
+        ConfigError: names the key, the value and the choices.
+    """
+    if config.estimator not in ESTIMATORS:
+        raise ConfigError("algorithm.advantage.estimator", config.estimator, "unknown", f"choose one of {', '.join(sorted(ESTIMATORS))}")
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"algorithm.advantage.{name}", getattr(config, name), "unknown", f"choose one of {', '.join(choices)}")
+    if config.estimator == "rloo" and config.std != "none":
+        raise ConfigError("algorithm.advantage.std", config.std, "rloo has no scale", "set algorithm.advantage.std=none")
+    if config.epsilon <= 0:
+        raise ConfigError("algorithm.advantage.epsilon", config.epsilon, "must be positive", "the paper uses 1e-6")
+
+
+def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
+    """The advantage of every response token, float32 [T']: the same value on all tokens of a row.
+
+    `batch` must hold all rows of the team on its questions, trainable or not: statistics are of what was sampled, and
+    do not depend on which agents share a policy, on the order of the rows, or on how rows are split later.
+
+    Raises:
+        ConfigError: an unknown estimator or choice.
+        ValueError: a score is not finite, or a column that a setting needs is missing.
+    """
+    advantage = config.advantage
+    check_advantage_config(advantage)
+    scores = row_scores(batch, config)
+    if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step":
+        group = group_index(batch, advantage.group_key)
+        return agent_advantages(
+            scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon
+        )
+    return expand_rows(ESTIMATORS[advantage.estimator](scores, batch, config), batch.response_lengths)
+
+
+def groups_with_signal(batch: TurnBatch) -> Tensor:
+    """The groups whose trajectories do not all return the same, int64, ascending (DAPO's dynamic sampling, arXiv 2503.14476).
+
+    A group whose returns are all equal teaches nothing about the task; the training loop draws *new* questions for it.
+    """
+    group, groups = torch.unique(batch.group, return_inverse=True)[::-1]
+    low = batch.reward.new_zeros(len(groups)).scatter_reduce_(0, group, batch.reward, "amin", include_self=False)
+    high = batch.reward.new_zeros(len(groups)).scatter_reduce_(0, group, batch.reward, "amax", include_self=False)
+    return groups[high > low]

@@ -1,0 +1,73 @@
+"""Row scores: rewards at trajectory, role and turn level, verifier credit, and penalties."""
+
+import torch
+from torch import Tensor
+
+from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
+from megatron_drmas.rollout.batch import TurnBatch
+
+
+def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
+    """The score of every row, float32 [R].
+
+        s = w_trajectory R(trajectory) + w_role r_role + w_turn r_turn + w_verdict c - penalty [output invalid] - overlong
+
+    The declared weights follow UnityMAS-O (rewards at role, turn and trajectory level); w_trajectory = alpha and
+    w_turn = 1 is AT-GRPO's alpha x team + local reward; the invalid-output penalty is Dr. MAS's and falls only on the
+    row that earned it.
+
+    Raises:
+        ValueError: a weighted column is missing, or a score is not finite.
+    """
+    reward = config.reward
+    scores = reward.trajectory * batch.reward
+    for weight, column in ((reward.role, "role_reward"), (reward.turn, "turn_reward")):
+        if weight:
+            scores = scores + weight * required_column(batch, column, f"algorithm.reward.{column[:-7]} = {weight}")
+    if reward.verdict:
+        verdict = required_column(batch, "verdict", f"algorithm.reward.verdict = {reward.verdict}")
+        scores = scores + reward.verdict * verdict_credit(verdict, batch.reward >= reward.success)
+    scores = scores - config.invalid_penalty * (~batch.valid).to(scores.dtype)
+    if reward.overlong.max_tokens:
+        scores = scores - overlong_penalty(batch.response_lengths, reward.overlong)
+    if not scores.isfinite().all():
+        row = int((~scores.isfinite()).nonzero()[0])
+        agent = batch.agents[int(batch.agent[row])]
+        raise ValueError(
+            f"score of row {row} (agent {agent}, group {int(batch.group[row])}) = {float(scores[row])}: "
+            "advantages need finite scores; mask the trajectory or correct its reward"
+        )
+    return scores
+
+
+def required_column(batch: TurnBatch, column: str, wanted_by: str) -> Tensor:
+    """An optional column of the batch.
+
+    Raises:
+        ValueError: the batch lacks it; names the setting that needs it.
+    """
+    values = getattr(batch, column)
+    if values is None:
+        raise ValueError(f"{wanted_by} needs the column {column}, which this batch lacks; let the environment or workflow fill it")
+    return values
+
+
+def verdict_credit(verdict: Tensor, success: Tensor) -> Tensor:
+    """+1 for a verdict that the outcome bears out, -1 for one that it does not, 0 for a row without a verdict.
+
+    Args:
+        verdict: int [R]; 1 accepts, 0 rejects, -1 is no verdict.
+        success: bool [R], the row's trajectory succeeded.
+    """
+    agrees = (verdict == 1) == success
+    return torch.where(verdict < 0, 0.0, agrees.float() * 2 - 1)
+
+
+def overlong_penalty(lengths: Tensor, config: OverlongConfig) -> Tensor:
+    """0 up to max_tokens - cache_tokens, then linear, the whole penalty from max_tokens on (DAPO, arXiv 2503.14476, eq. 13).
+
+    Args:
+        lengths: int64 [R], response tokens.
+    """
+    excess = lengths - (config.max_tokens - config.cache_tokens)
+    return config.penalty * (excess / max(config.cache_tokens, 1)).clamp(0, 1)
