@@ -22,7 +22,7 @@ LLAMA3_ROPE = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 8192,  # fixed in Megatron-Core, like the two factors above
 }
 
 
