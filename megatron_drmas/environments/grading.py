@@ -1,0 +1,160 @@
+"""Grading of mathematical answers by `math-verify`, in processes that can be killed.
+
+A computer-algebra system fed with a model's text can run for ever (`10^{10^{10}}`) or eat all memory; its own
+time limits are signals, which do not interrupt C code.  So answers are compared in worker processes under hard limits,
+and a worker that exceeds one is killed and replaced.
+"""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_CHARS = 2000  # of a boxed answer, and of a gold answer
+START_TIMEOUT_S = 60.0
+_WORKER = Path(__file__).with_name("grading_worker.py")
+_BOX = re.compile(r"\\boxed\s*\{")
+
+
+class GraderError(RuntimeError):
+    """A worker process could not be started at all."""
+
+
+@dataclass(frozen=True)
+class GradeResult:
+    """The verdict on one answer.
+
+    `error` says why an answer could not be compared (no box, too long, not parseable, time limit, memory limit).
+    Such an answer is wrong: it is scored 0 and not masked out, or a policy could learn to escape its grade.
+    """
+
+    correct: bool
+    error: str | None = None
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{…}` in `text`; None without one, or when the last one is not closed."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    depth, position = 1, start
+    while position < len(text):
+        char = text[position]
+        if char == "\\":  # an escaped brace is text
+            position += 1
+        elif char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:position]
+        position += 1
+    return None
+
+
+class _Died(Exception):
+    """The worker ended, or was killed, before it answered."""
+
+
+class _Worker:
+    """One worker process, started when first needed and again after it was killed."""
+
+    def __init__(self, memory_mib: int, timeout_s: float):
+        self._memory_mib = memory_mib
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        if self._process is not None:
+            return
+        # The hash seed fixes sympy's ordering, and so the verdicts; -P keeps this folder off the worker's import path.
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(_WORKER), str(self._memory_mib), str(self._timeout_s + 1.0), env=environment,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+        )  # fmt: skip
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+        except TimeoutError:
+            line = b""
+        except BaseException:
+            await self.kill()
+            raise
+        if line.strip() != b"ready":
+            process = self._process
+            await self.kill()
+            reason = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+            raise GraderError(
+                f"a grading worker did not start with environment.grader.memory_mib={self._memory_mib}: "
+                f"{reason[-1] if reason else 'no message'}"
+            )
+
+    async def ask(self, answer: str, gold: str) -> GradeResult:
+        await self.start()
+        try:
+            self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
+            line = await asyncio.wait_for(self._process.stdout.readline(), self._timeout_s)
+        except BaseException:  # a late answer must never be taken for the next question's
+            await self.kill()
+            raise
+        if not line.endswith(b"\n"):
+            await self.kill()
+            raise _Died
+        return GradeResult(**json.loads(line))
+
+    async def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+class Grader:
+    """A pool of grading workers for one event loop.
+
+    workers: processes; timeout_s: wall-clock seconds one answer may take; memory_mib: address space of a worker
+    (the libraries themselves take about 300 MiB of it).  `restarts` counts workers that were killed, by cause.
+    """
+
+    def __init__(self, workers: int, timeout_s: float, memory_mib: int):
+        self._workers = [_Worker(memory_mib, timeout_s) for _ in range(workers)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self.restarts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Start every worker; raises GraderError when one cannot run."""
+        await asyncio.gather(*(worker.start() for worker in self._workers))
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def grade(self, answer_text: str, gold: str) -> GradeResult:
+        """Whether the last `\\boxed{…}` of `answer_text` equals `gold` (LaTeX or plain) mathematically."""
+        answer = last_boxed(answer_text)
+        if answer is None:
+            return GradeResult(False, "no closed \\boxed{…}")
+        for what, text in (("answer", answer), ("gold answer", gold)):
+            if len(text) > MAX_CHARS:
+                return GradeResult(False, f"{what} of {len(text)} characters; the limit is {MAX_CHARS}")
+        worker = await self._idle.get()
+        try:
+            return await worker.ask(answer, gold)
+        except TimeoutError:
+            self.restarts["time limit"] += 1
+            return GradeResult(False, "time limit")
+        except (_Died, ConnectionError):
+            self.restarts["died"] += 1
+            return GradeResult(False, "the grading worker died")
+        finally:
+            self._idle.put_nowait(worker)
+
+    async def close(self) -> None:
+        """Kill every worker; answers that are being graded end with an error."""
+        await asyncio.gather(*(worker.kill() for worker in self._workers))

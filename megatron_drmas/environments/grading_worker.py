@@ -1,0 +1,72 @@
+"""The process that parses and compares mathematical answers, for `grading.Grader`.
+
+Started as a script (not as a module), so that it loads `math_verify` and nothing of ours.  It prints a line when ready,
+then answers each JSON line {"answer", "gold"} with a JSON line {"correct", "error"}.
+Arguments: memory limit in MiB, time limit of one answer in seconds.
+
+What it parses was written by a language model, so it gives up, before the first answer, its right to more memory,
+to open sockets, to write files and to start programs.  Its parent kills it when an answer takes too long; the alarm
+here does the same if there is no parent any more.
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "ctypes.")
+HEADROOM_MIB = 64  # what parsing an ordinary answer may take
+
+
+def restrict(memory_mib: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used_mib = int(file.read().split()[0]) * resource.getpagesize() >> 20
+    if memory_mib < used_mib + HEADROOM_MIB:
+        sys.exit(f"the libraries take {used_mib} MiB of address space, so the limit must be {used_mib + HEADROOM_MIB} or more")
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def deny(event: str, _args: tuple) -> None:
+        if event.startswith(FORBIDDEN):
+            raise PermissionError(f"a grading worker may not do {event}")
+
+    sys.addaudithook(deny)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # parsers write there; nobody reads it
+
+
+def is_equal(answer: str, gold: str) -> bool:
+    """Whether `answer` (the content of a box) is mathematically equal to `gold`; neither is trusted to be well-formed."""
+    if answer.strip() == gold.strip():
+        return True
+    # math_verify's own time limits are off (they would need the alarm): the process is the limit
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    parsed = [parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
+    return verify(*parsed, timeout_seconds=None)
+
+
+def main() -> None:
+    memory_mib, time_limit = int(sys.argv[1]), float(sys.argv[2])
+    logging.disable(logging.WARNING)
+    is_equal("\\frac{1}{2}", "0.5")  # loads what the libraries import late, while that is allowed
+    restrict(memory_mib)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, time_limit)
+        request = json.loads(line)
+        try:
+            reply = {"correct": is_equal(request["answer"], request["gold"]), "error": None}
+        except MemoryError:
+            reply = {"correct": False, "error": "memory limit"}
+        except Exception as error:  # any parser may fail in any way on such input: the answer is wrong, and says why
+            reply = {"correct": False, "error": f"{type(error).__name__}: {error}"[:200]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()
