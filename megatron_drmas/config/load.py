@@ -42,7 +42,8 @@ def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] =
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
-        return OmegaConf.to_object(node)
+        plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except (HydraException, OmegaConfBaseException) as error:
         raise _readable(error, overrides) from error
 
@@ -76,23 +77,19 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def _readable(error: Exception, overrides: list[str]) -> ConfigError:
-    text = str(error)
-    cause = error.__cause__
-    while cause is not None:
-        text += "\n" + str(cause)
-        cause = cause.__cause__
-    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    match = re.search(r"Could not override '([^']+)'|full_key: (\S+)|Key '([^']+)' (?:is )?not in", text)
-    key = next((group for group in match.groups() if group), None) if match else None
-    if key is None:
-        key = next((name for name in keys if name and name in text), "configuration")
-    value = next((override.partition("=")[2] for override in overrides if override.partition("=")[0].lstrip("+~") == key), None)
-    if "Could not override" in text or "not in" in text and "struct" in text or "not in 'RunConfig'" in text:
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = "\n".join(map(str, chain))
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    match = re.search(r"Could not override '([^']+)'|full_key: (\S+)", text)
+    key = next((group for group in match.groups() if group), "") if match else ""
+    key = key if key in given else next((name for name in given if name and (not key or key.startswith(name)) and name in text), key)
+    if "Could not override" in text or "not in 'RunConfig'" in text or "not in struct" in text or re.search(r"Key '\S+' not in", text):
         near = difflib.get_close_matches(key, _known_keys(), n=1)
-        hint = f"did you mean {near[0]}?" if near else "--print lists every key"
-        return ConfigError(key, value, "no such key", hint)
-    first = text.strip().split("\n")[0]
-    return ConfigError(key, value, first, "correct it (--print shows the composed configuration)")
+        return ConfigError(key, given.get(key), "no such key", f"did you mean {near[0]}?" if near else "--print lists every key")
+    problem = str(chain[-1]).strip().split("\n")[0]
+    return ConfigError(key or "configuration", given.get(key), problem, "correct it (--print shows the composed configuration)")
 
 
 def _known_keys() -> list[str]:

@@ -61,6 +61,7 @@ class PolicyConfig:
 
     model: str = MISSING  # Hugging Face folder
     trainable: bool = True
+    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

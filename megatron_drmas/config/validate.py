@@ -1,0 +1,200 @@
+"""Everything about a configuration that can be wrong and can be seen before a process starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+import megatron_drmas.environments  # noqa: F401  registers the environments
+import megatron_drmas.workflows  # noqa: F401  registers the workflows
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.spec import ModelSpec
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.schema import PolicyConfig, RunConfig
+from megatron_drmas.data.questions import load_questions
+from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.team.parsing import PARSERS
+from megatron_drmas.team.prompts import compile_prompt
+from megatron_drmas.team.workflow import WORKFLOWS
+
+CHOICES = {
+    "resume": ("auto", "never"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+    "precision.mode": ("fp32", "bf16", "fp8", "fp8_emulated"),
+    "precision.rollout": ("float32", "bfloat16"),
+    "environment.retrieval.order": ("best_first", "best_last"),
+    "algorithm.advantage.mean": ("group", "agent"),
+    "algorithm.advantage.std": ("group", "agent", "none"),
+    "algorithm.advantage.weighting": ("step", "trajectory"),
+    "algorithm.advantage.group_key": ("question", "question_agent", "question_agent_turn"),
+    "algorithm.loss.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
+}
+AT_LEAST = {
+    "steps": 0, "questions_per_step": 1, "group_size": 1, "team.workflow.max_turns": 1, "team.workflow.history": 0,
+    "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
+    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
+    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
+    "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
+    "cluster.actor_threads": 1, "cluster.engine_threads": 1,
+}
+AT_LEAST_POLICY = {
+    "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1, "engine.replicas": 1, "engine.tensor": 1,
+    "engine.max_model_len": 1, "engine.max_num_seqs": 1, "engine.kv_cache_mib": 1, "micro_batch_tokens": 1,
+    "optimizer.lr": 0.0, "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0,
+}
+
+
+def validate(config: RunConfig, files: bool = True) -> None:
+    """Check a configuration.
+
+    Args:
+        config: a composed configuration.
+        files: also check the model folders, the data and the corpus it names.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    for key, options in CHOICES.items():
+        _choice(key, _get(config, key), options)
+    for key, least in AT_LEAST.items():
+        _at_least(key, _get(config, key), least)
+    for key in ("rollout.top_p", "evaluation.top_p"):
+        if not 0 < _get(config, key) <= 1:
+            raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
+    _check_team(config)
+    for name, policy in config.policies.items():
+        _check_policy(name, policy, config)
+    _check_environment(config, files)
+    if files:
+        for name, policy in config.policies.items():
+            _check_model(name, policy, config)
+        load_questions(config.data.train, "data.train")
+        load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+
+
+def read_spec(policy: str, config: PolicyConfig) -> ModelSpec:
+    """The architecture of a policy's model folder.
+
+    Raises:
+        ConfigError: the folder is missing or its family is unknown.
+    """
+    key = f"policies.{policy}.model"
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        problem = "has no config.json" if folder.is_dir() else "no such folder"
+        raise ConfigError(key, config.model, problem, "give a Hugging Face model folder")
+    try:
+        hf_config = json.loads((folder / "config.json").read_text())
+        return family_of(hf_config).model_spec(hf_config)
+    except (ValueError, ConversionError) as error:
+        raise ConfigError(key, config.model, str(error), "give a model of a supported family") from error
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _choice(key: str, value: str, options: Any) -> None:
+    if value not in options:
+        raise ConfigError(key, value, "is unknown", f"choose one of: {', '.join(options)}")
+
+
+def _at_least(key: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(key, value, "is too small", f"use at least {least:g}")
+
+
+def _check_team(config: RunConfig) -> None:
+    _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
+    workflow = WORKFLOWS[config.team.workflow.name]
+    agents = config.team.agents
+    if not config.policies:
+        raise ConfigError("policies", None, "is empty", "define at least one policy")
+    for name in workflow.agents:
+        if name not in agents:
+            raise ConfigError(f"team.agents.{name}", None, f"is missing, and workflow {config.team.workflow.name!r} calls it", "define it")
+    for name, agent in agents.items():
+        key = f"team.agents.{name}"
+        if name not in workflow.agents:
+            raise ConfigError(key, None, f"is never called by workflow {config.team.workflow.name!r}", f"its agents: {', '.join(workflow.agents)}")
+        if agent.policy not in config.policies:
+            raise ConfigError(f"{key}.policy", agent.policy, "no such policy", f"choose one of: {', '.join(config.policies)}")
+        _choice(f"{key}.parser", agent.parser, PARSERS)
+        if agent.parser == "tag" and not agent.tag:
+            raise ConfigError(f"{key}.tag", agent.tag, "parser 'tag' needs one", "name the tag that the output must hold")
+        if agent.max_response_tokens is not None:
+            _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
+        try:
+            compile_prompt(agent.prompt)
+        except TemplateError as error:
+            raise ConfigError(f"{key}.prompt", None, f"is not a Jinja template: {error}", "correct it") from error
+    for name in config.policies:
+        if all(agent.policy != name for agent in agents.values()):
+            raise ConfigError(f"policies.{name}", None, "speaks for no agent", "map an agent to it or remove it")
+
+
+def _check_policy(name: str, policy: PolicyConfig, config: RunConfig) -> None:
+    for key, least in AT_LEAST_POLICY.items():
+        _at_least(f"policies.{name}.{key}", _get(policy, key), least)
+    _choice(f"policies.{name}.optimizer.decay", policy.optimizer.decay, ("constant", "linear", "cosine"))
+    if policy.parallel.sequence and policy.parallel.tensor == 1:
+        raise ConfigError(f"policies.{name}.parallel.sequence", True, "needs tensor parallelism", f"set policies.{name}.parallel.tensor > 1")
+    longest = _longest(name, config)
+    key = f"policies.{name}.engine.max_model_len"
+    if policy.engine.max_model_len < longest:
+        raise ConfigError(
+            key, policy.engine.max_model_len, f"prompt and response together may have {longest} tokens",
+            "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
+        )
+
+
+def _longest(policy: str, config: RunConfig) -> int:
+    responses = [a.max_response_tokens or config.rollout.max_response_tokens for a in config.team.agents.values() if a.policy == policy]
+    return config.rollout.max_prompt_tokens + max(responses)
+
+
+def _check_environment(config: RunConfig, files: bool) -> None:
+    _choice("environment.name", config.environment.name, ENVIRONMENTS)
+    if not WORKFLOWS[config.team.workflow.name].needs_retrieval:
+        return
+    if config.environment.name != "search":
+        raise ConfigError("environment.name", config.environment.name, f"workflow {config.team.workflow.name!r} retrieves", "use search")
+    retrieval = config.environment.retrieval
+    if not retrieval.url and not retrieval.corpus:
+        raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
+    if files and not retrieval.url and not Path(retrieval.corpus).is_file():
+        raise ConfigError("environment.retrieval.corpus", retrieval.corpus, "no such file", 'give JSON lines {"id", "contents"}')
+
+
+def _check_model(name: str, policy: PolicyConfig, config: RunConfig) -> None:
+    spec = read_spec(name, policy)
+    folder = Path(policy.model)
+    for key, size in (("parallel.tensor", policy.parallel.tensor), ("engine.tensor", policy.engine.tensor)):
+        try:
+            spec.check_layout(size)
+        except ConversionError as error:
+            raise ConfigError(f"policies.{name}.{key}", size, str(error), "choose a size that divides them") from error
+    try:
+        spec.check_layout(policy.parallel.tensor, policy.parallel.pipeline)
+    except ConversionError as error:
+        raise ConfigError(f"policies.{name}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers") from error
+    longest = max(_longest(name, config), policy.engine.max_model_len)
+    if longest > spec.max_position:
+        raise ConfigError(
+            "rollout.max_prompt_tokens", config.rollout.max_prompt_tokens,
+            f"with its response a prompt may take {longest} tokens (policies.{name}.engine.max_model_len), but {policy.model} has "
+            f"{spec.max_position} positions", "lower both",
+        )
+    key = f"policies.{name}.model"
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(key, policy.model, "has no tokenizer", "copy the model's tokenizer files into the folder")
+    tokenizer = folder / "tokenizer_config.json"
+    template = tokenizer.is_file() and json.loads(tokenizer.read_text()).get("chat_template")
+    if not template and not (folder / "chat_template.jinja").is_file() and not (folder / "chat_template.json").is_file():
+        raise ConfigError(key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model")
