@@ -1,0 +1,208 @@
+"""Token log-probs and entropy of a vocabulary-parallel softmax, without holding the softmax.
+
+Each tensor-parallel rank has a slice of the vocabulary; three small reductions (maximum, sum of exponentials, and the
+target's logit with the expected logit) give every rank the same [n] results.  Forward and backward work on blocks of
+rows, so that besides the logits only a fraction of them is ever alive.  Statistics are float32, or float64 for
+float64 logits.
+
+With x = logits / temperature, Z = sum exp(x), p = exp(x) / Z:  log p_target = x_target - log Z,  H = log Z - sum p x,
+d log p_target / dx = onehot - p,  dH / dx = -p (log p + H).
+"""
+
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCKS = 16  # the scratch space is this fraction of the logits
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    tp_group: Optional[dist.ProcessGroup] = None,
+    temperature: float = 1.0,
+    vocab_size: Optional[int] = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, both differentiable.
+
+    Args:
+        logits: [n, V / tp], this rank's slice of the (padded) vocabulary.
+        targets: int64 [n], global token ids.
+        tp_group: None for one rank.
+        temperature: divides the logits, as the engine's sampler does.
+        vocab_size: ids from here on are padding and have probability 0; None: no padding.
+
+    Returns:
+        log-probs [n] and entropies [n], the same on every rank of `tp_group`.
+
+    Raises:
+        ValueError: temperature is not positive (greedy decoding has no log-probs).
+    """
+    _check_temperature(temperature)
+    return _TokenLogprobs.apply(logits, targets, tp_group, temperature, _real_columns(logits.shape[1], tp_group, vocab_size))
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    tp_group: Optional[dist.ProcessGroup] = None,
+    temperature: float = 1.0,
+    vocab_size: Optional[int] = None,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs(hidden @ weight.T, ...)` holding the logits of `chunk` tokens at a time, forward and backward.
+
+    The gradient of `hidden` is summed over `tp_group`, as the output layer's would be.  Backward makes the logits
+    again: one more matrix product for never holding [n, V].
+
+    Args:
+        hidden: [n, h], the same on every rank.
+        weight: [V / tp, h].
+    """
+    _check_temperature(temperature)
+    real = _real_columns(weight.shape[0], tp_group, vocab_size)
+    return _LinearTokenLogprobs.apply(hidden, weight, targets, tp_group, temperature, real, chunk)
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: log-probs need a positive one; greedy samples cannot be trained on")
+
+
+def _real_columns(columns: int, group: Optional[dist.ProcessGroup], vocab_size: Optional[int]) -> tuple[int, int]:
+    """The first vocabulary id of this rank's slice, and how many of its columns are not padding."""
+    first = columns * (dist.get_rank(group) if group is not None else 0)
+    real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
+    return first, real
+
+
+def _reduce(values: Tensor, group: Optional[dist.ProcessGroup], op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, op, group=group)
+    return values
+
+
+def _blocks(rows: int) -> list[slice]:
+    step = max(1, -(-rows // BLOCKS))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _forward(
+    logits: Tensor, targets: Tensor, group: Optional[dist.ProcessGroup], temperature: float, columns: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and log Z, [n] each.  `logits` is left as it is."""
+    first, real = columns
+    n, dtype = len(targets), _statistics_dtype(logits.dtype)
+    if real:
+        largest = logits[:, :real].amax(1).to(dtype) / temperature
+    else:
+        largest = logits.new_full((n,), float("-inf"), dtype=dtype)
+    _reduce(largest, group, dist.ReduceOp.MAX)
+    sums = logits.new_zeros(3, n, dtype=dtype)  # exp(x - max), exp(x - max) (x - max), x_target - max
+    for rows in _blocks(n):
+        x = logits[rows, :real].to(dtype, copy=True).div_(temperature).sub_(largest[rows, None])
+        local = targets[rows] - first
+        mine = (local >= 0) & (local < real)
+        if real:
+            sums[2, rows] = torch.where(mine, x.gather(1, local.clamp(0, real - 1)[:, None])[:, 0], 0)
+        weights = x.exp()
+        sums[0, rows] = weights.sum(1)
+        sums[1, rows] = weights.mul_(x).sum(1)
+    total, expected, target = _reduce(sums, group)
+    log_total = total.log()
+    return target - log_total, log_total - expected / total, largest + log_total
+
+
+def _backward_(
+    logits: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+    columns: tuple[int, int],
+    out: Tensor,
+) -> Tensor:
+    """The gradient of the logits into `out` [n, columns], which may be `logits` itself.  No communication."""
+    first, real = columns
+    dtype = _statistics_dtype(logits.dtype)
+    for rows in _blocks(len(targets)):
+        logp = logits[rows, :real].to(dtype, copy=True).div_(temperature).sub_(log_z[rows, None])
+        p = logp.exp()
+        # p (-g_logprob - g_entropy (log p + H)) / T, then + g_logprob / T at the target
+        logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprobs[rows, None]).mul_(p)
+        local = targets[rows] - first
+        mine = (local >= 0) & (local < real)
+        if real:
+            logp.scatter_add_(1, local.clamp(0, real - 1)[:, None], torch.where(mine, grad_logprobs[rows], 0)[:, None])
+        out[rows, :real] = logp.div_(temperature)
+    out[:, real:] = 0
+    return out
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, temperature, columns):
+        logprobs, entropy, log_z = _forward(logits, targets, group, temperature, columns)
+        ctx.save_for_backward(logits, targets, log_z, entropy)
+        ctx.temperature, ctx.columns = temperature, columns
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, targets, log_z, entropy = ctx.saved_tensors
+        grad = _backward_(
+            logits, targets, log_z, entropy, grad_logprobs, grad_entropy, ctx.temperature, ctx.columns, torch.empty_like(logits)
+        )
+        return grad, None, None, None, None
+
+
+class _LinearTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, group, temperature, columns, chunk):
+        results = hidden.new_empty(3, len(targets), dtype=_statistics_dtype(hidden.dtype))
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logits = hidden[rows] @ weight.t()
+            results[:, rows] = torch.stack(_forward(logits, targets[rows], group, temperature, columns))
+            del logits  # before the next chunk's are made
+        logprobs, entropy, log_z = results.unbind()
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.group, ctx.temperature, ctx.columns, ctx.chunk = group, temperature, columns, chunk
+        return logprobs.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(targets), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = hidden[rows] @ weight.t()
+            grad = _backward_(
+                logits,
+                targets[rows],
+                log_z[rows],
+                entropy[rows],
+                grad_logprobs[rows],
+                grad_entropy[rows],
+                ctx.temperature,
+                ctx.columns,
+                out=logits,
+            )
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[rows])
+            del logits, grad
+        if grad_hidden is not None:
+            _reduce(grad_hidden, ctx.group)
+        return grad_hidden, grad_weight, None, None, None, None, None
