@@ -9,7 +9,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,7 +21,6 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
-REPOSITORY = CONFIG_DIR.parent
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
@@ -48,22 +47,39 @@ def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] =
         raise _readable(error, overrides) from error
 
 
-def parse_command_line(prog: str, argv: Optional[list[str]] = None, default: str = "search_hetero") -> tuple[RunConfig, argparse.Namespace]:
+def parse_command_line(prog: str, argv: list[str]) -> tuple[RunConfig, bool]:
     """Parse a command's arguments and compose its configuration.
 
-    With `--print` the composed YAML goes to standard output and the program ends.
+    Returns:
+        The configuration, and whether it is only to be printed.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--config-name", default=default, help="a file of the configuration folder, without .yaml")
+    parser.add_argument("--config-name", default="search_hetero", help="a file of the configuration folder, without .yaml")
     parser.add_argument("--config-dir", type=Path, default=None, help="default: the repository's configs/")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the composed configuration and stop")
+    parser.add_argument("--print", action="store_true", dest="show", help="check and print the composed configuration, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
-    config = compose_config(args.config_name, args.overrides, args.config_dir)
-    if args.show:
-        print(to_yaml(config), end="")
-        sys.exit(0)
-    return config, args
+    return compose_config(args.config_name, args.overrides, args.config_dir), args.show
+
+
+def run_command(prog: str, command: Callable[[RunConfig], Any]) -> int:
+    """Compose and validate a command's configuration, then run it; the command's exit code.
+
+    A `ConfigError`, also one that the command raises, becomes one line on standard error and exit code 2.
+    """
+    from megatron_drmas.config.validate import validate
+
+    try:
+        config, show = parse_command_line(prog, sys.argv[1:])
+        validate(config, files=not show)
+        if show:
+            print(to_yaml(config), end="")
+        else:
+            command(config)
+    except ConfigError as error:
+        print(f"{prog.split('.')[-1]}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ function of the tokens alone.  The price is that an engine idles while a round's
 import asyncio
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from megatron_drmas.config.schema import RolloutConfig
@@ -28,6 +28,10 @@ class Sampling:
     temperature: float
     top_p: float
     stream: str
+
+    def at(self, step: int) -> "Sampling":
+        """The same sampling with random numbers of its own for a step."""
+        return replace(self, stream=f"{self.stream}/{step}")
 
 
 def call_seed(*parts: object) -> int:

@@ -1,0 +1,178 @@
+"""All processes of a run: started together, supervised, ended together."""
+
+import asyncio
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, ContextManager, Optional
+
+import ray
+
+from megatron_drmas.cluster.placement import place
+from megatron_drmas.cluster.policy_runtime import PolicyRuntime
+from megatron_drmas.cluster.retrieval import RetrievalService
+from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.rollout.client import PolicyClient
+from megatron_drmas.rollout.collector import Collector
+from megatron_drmas.rollout.tokenizer import ChatTokenizer
+from megatron_drmas.team.team import Team
+
+Phase = Callable[[str], ContextManager[Any]]
+
+
+class Cluster:
+    """The actors and engines of every policy, the retrieval server, and the collector over them.
+
+    An asynchronous context manager; whatever it started ends with it.
+
+    Args:
+        config: a validated configuration.
+        phase: shows and times a named phase of the start.
+        actors: whether trainable policies get their Megatron actors; without them the team can only be evaluated.
+    """
+
+    def __init__(self, config: RunConfig, phase: Phase = contextlib.nullcontext, actors: bool = True):
+        self.config = config
+        self.run_dir = Path(config.output_dir) / config.name
+        self.collector: Collector
+        self.policies: dict[str, PolicyRuntime] = {}
+        self._phase = phase
+        self._actors = actors
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Cluster":
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, kind, error, trace) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        config = self.config
+        environment_config = config.environment
+        device = resolve_device(config)
+        placement = place(config, device)
+        retrieval: Optional[RetrievalService] = None
+        if environment_config.retrieval.corpus and not environment_config.retrieval.url:
+            retrieval = RetrievalService(environment_config.retrieval.corpus, self.run_dir / "logs" / "retrieval.log")
+            self._stack.callback(retrieval.stop)
+        with self._phase("start Ray"):
+            start_ray(config, processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
+            self._stack.callback(ray.shutdown)
+            bundles = await _reserve(config, device)
+        for name in config.policies:
+            self.policies[name] = PolicyRuntime(
+                name, config, device, placement.actors[name] if self._actors else [], placement.engines[name], bundles, self.run_dir / "logs",
+            )
+            self._stack.push_async_callback(self.policies[name].stop)
+        with self._phase("start actors and engines"):
+            await together(policy.start() for policy in self.policies.values())
+        if retrieval is not None:
+            url = await retrieval.ready(config.cluster.start_timeout_s)
+            environment_config = replace(environment_config, retrieval=replace(environment_config.retrieval, url=url))
+        environment = await self._stack.enter_async_context(ENVIRONMENTS[environment_config.name](environment_config))
+        clients = {}
+        for name, policy in self.policies.items():
+            client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
+            clients[name] = await self._stack.enter_async_context(client)
+        tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
+        self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
+
+    @property
+    def trainable(self) -> dict[str, PolicyRuntime]:
+        """The policies that have an actor."""
+        return {name: policy for name, policy in self.policies.items() if policy.has_actor}
+
+    @property
+    def generated_tokens(self) -> int:
+        """Response tokens that the engines have returned so far."""
+        return sum(client.generated_tokens for client in self.collector.clients.values())
+
+    async def update(self, batch: TurnBatch, step: int) -> dict[str, dict]:
+        """Train every policy on its own rows, all at the same time.
+
+        Returns:
+            The actors' metrics by policy; a policy without a row to train on has none.
+        """
+        shares = {}
+        for name in self.trainable:
+            rows = batch.select(batch.trainable & (batch.policy == batch.policies.index(name)))
+            if len(rows):
+                shares[name] = rows
+        metrics = await together(self.policies[name].update(rows, step) for name, rows in shares.items())
+        return dict(zip(shares, metrics))
+
+    async def sync_weights(self, version: int, verify: bool = False) -> None:
+        """Bring every engine to its actor's weights.
+
+        Args:
+            version: what the engines report as `weight_version` from then on.
+            verify: compare the engines' weights with the actors', tensor by tensor.
+        """
+        await together(policy.sync_weights(version, verify) for policy in self.trainable.values())
+
+    async def save(self, folder: Path) -> None:
+        """Write every actor's checkpoint to folder/<policy>."""
+        await together(policy.save(folder / name) for name, policy in self.trainable.items())
+
+    async def load(self, folder: Path) -> None:
+        """Restore every actor from folder/<policy>."""
+        await together(policy.load(folder / name) for name, policy in self.trainable.items())
+
+    async def export(self, folder: Path) -> None:
+        """Write every trained policy as a Hugging Face folder, folder/<policy>."""
+        await together(policy.export(folder / name) for name, policy in self.trainable.items())
+
+
+async def together(coroutines) -> list[Any]:
+    """Await coroutines at the same time; the first failure is raised at once and the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def resolve_device(config: RunConfig) -> str:
+    """cpu or cuda; `auto` takes the GPUs where the configuration counts on any."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if config.cluster.gpus_per_node else "cpu"
+
+
+def start_ray(config: RunConfig, processes: int) -> None:
+    """Connect to the cluster of `cluster.address` or RAY_ADDRESS, or start one on loopback.
+
+    Args:
+        config: the run.
+        processes: how many a cluster of our own must hold.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    shared = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
+    if address:
+        ray.init(address=address, **shared)
+    else:
+        ray.init(
+            num_cpus=processes, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=256 * 2**20, **shared,
+        )
+
+
+async def _reserve(config: RunConfig, device: str) -> Optional[Any]:
+    """A placement group with one bundle per node; None on CPUs.  Untested here for want of a GPU."""
+    if device == "cpu":
+        return None
+    bundle = {"GPU": config.cluster.gpus_per_node, "CPU": 1}
+    group = ray.util.placement_group([bundle] * config.cluster.nodes, strategy="STRICT_SPREAD")
+    await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
+    return group

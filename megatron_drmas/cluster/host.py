@@ -1,0 +1,76 @@
+"""The process that an actor rank or an engine lives in.
+
+This module imports nothing heavy: the environment of torch, Megatron and vLLM is set here, before they are imported.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class Host:
+    """Builds one object by name and calls its methods; made a Ray actor by `RemoteProcess`.
+
+    Args:
+        log: file that takes the process's output.
+        environment: variables to set.
+    """
+
+    def __init__(self, log: str, environment: dict[str, str]):
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        os.environ.update(environment)
+        self._object: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """An address of this machine and a port that is free on it."""
+        import ray
+
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+    def build(self, target: str, *args: Any) -> None:
+        """Construct the object.
+
+        Args:
+            target: "package.module:Class".
+            args: of its constructor.
+        """
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*args)
+
+
+class AsyncHost(Host):
+    """A host whose object may have coroutine methods; plain methods run in a thread, so that nothing waits for them."""
+
+    async def build(self, target: str, *args: Any) -> None:
+        await asyncio.to_thread(super().build, target, *args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        function = getattr(self._object, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        return await asyncio.to_thread(function, *args)
+
+
+def die_with_parent() -> None:
+    """For `subprocess.Popen(preexec_fn=…)`: the child is killed when the driver ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

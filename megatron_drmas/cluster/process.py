@@ -1,0 +1,77 @@
+"""One supervised process: a Ray actor, its name, its log file, and errors that mention both."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Optional
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from megatron_drmas.cluster.host import AsyncHost, Host
+
+
+class ProcessFailure(RuntimeError):
+    """A process of the run died, raised, or did not answer in time."""
+
+
+class RemoteProcess:
+    """A `Host` somewhere in the Ray cluster.
+
+    Args:
+        name: for errors, such as "actor of policy 'verifier', rank 1".
+        log: its log file, on the machine it runs on.
+        environment: variables set before its imports.
+        asynchronous: the object has coroutine methods and serves several calls at a time.
+        bundle: (placement group, index) to run in; None: anywhere.
+    """
+
+    def __init__(
+        self, name: str, log: Path, environment: dict[str, str], asynchronous: bool = False, bundle: Optional[tuple[Any, int]] = None,
+    ):
+        self.name = name
+        self.log = log
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if asynchronous:
+            options["max_concurrency"] = 64
+        if bundle is not None:
+            options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=bundle[0], placement_group_bundle_index=bundle[1],
+            )
+        kind = ray.remote(AsyncHost if asynchronous else Host)
+        self._handle = kind.options(**options).remote(str(log.resolve()), environment)
+
+    async def address(self, timeout_s: float) -> tuple[str, int]:
+        """An address and a free port on the process's machine."""
+        return await self._wait("address", self._handle.address.remote(), timeout_s)
+
+    async def build(self, target: str, *args: Any, timeout_s: float) -> None:
+        """Construct the process's object."""
+        await self._wait("build", self._handle.build.remote(target, *args), timeout_s)
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method of the process's object.
+
+        Raises:
+            ProcessFailure: it died, raised, or did not answer in `timeout_s`; the message names the process, what
+                happened, and the log.
+        """
+        return await self._wait(method, self._handle.call.remote(method, *args), timeout_s)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self._handle)
+
+    async def _wait(self, method: str, ref: ray.ObjectRef, timeout_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise ProcessFailure(f"{self.name}: {method} did not end in {timeout_s:g} s; log: {self.log}") from error
+        except RayTaskError as error:
+            raise ProcessFailure(f"{self.name}: {method} failed: {_last_line(error)}; log: {self.log}") from error
+        except RayActorError as error:
+            raise ProcessFailure(f"{self.name}: died during {method}; log: {self.log}") from error
+
+
+def _last_line(error: RayTaskError) -> str:
+    cause = error.cause
+    return f"{type(cause).__name__}: {cause}".split("\n")[0] if cause is not None else str(error).strip().split("\n")[-1]

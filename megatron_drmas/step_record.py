@@ -1,0 +1,69 @@
+"""What the log keeps of a step."""
+
+from collections import Counter
+
+import torch
+
+from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
+from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.team.trajectory import Trajectory
+
+READABLE = 8  # trajectories kept to read, per step
+
+
+def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int) -> StepRecord:
+    """The record of a training step.
+
+    Args:
+        step: counted from 1.
+        trajectories: all of the step's.
+        batch: their rows, with advantages.
+        metrics: of the actors, by policy.
+        tokens_generated: response tokens that the engines returned.
+    """
+    finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    agents = {name: _agent_metrics(batch, index, len(finished)) for index, name in enumerate(batch.agents)}
+    policies = {}
+    for policy, values in metrics.items():
+        policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        for index, of_agent in values.get("agents", {}).items():
+            agents[batch.agents[index]] |= of_agent
+    return StepRecord(
+        step=step, reward=sum(trajectory.reward for trajectory in finished) / len(finished) if finished else float("nan"),
+        trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
+        agents=agents, policies=policies,
+        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
+    )
+
+
+def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:
+    rows = batch.select(batch.agent == agent)
+    if not len(rows):
+        return {"calls_per_trajectory": 0.0}
+    advantages = rows.advantages[rows.response_offsets[:-1]]
+    return {
+        "reward": rows.reward.mean().item(),
+        "advantage_mean": advantages.mean().item(),
+        "advantage_std": advantages.std(correction=0).item(),
+        "response_length": rows.response_lengths.to(torch.float32).mean().item(),
+        "invalid_rate": 1.0 - rows.valid.to(torch.float32).mean().item(),
+        "calls_per_trajectory": len(rows) / trajectories,
+    }
+
+
+def trajectory_records(trajectories: list[Trajectory], most: int = READABLE) -> list[TrajectoryRecord]:
+    """A few whole trajectories, spread over the questions."""
+    stride = max(1, len(trajectories) // most)
+    return [_readable(trajectory) for trajectory in trajectories[::stride][:most]]
+
+
+def _readable(trajectory: Trajectory) -> TrajectoryRecord:
+    turns = [
+        TurnText(turn.agent, "\n\n".join(message["content"] for message in turn.messages), turn.text, turn.valid) for turn in trajectory.turns
+    ]
+    return TrajectoryRecord(
+        question=trajectory.question.text, expected=list(trajectory.question.answers),
+        answer=trajectory.outcome.answer if trajectory.outcome else None, reward=trajectory.reward, turns=turns,
+        source=trajectory.question.data_source, masked=trajectory.failure,
+    )

@@ -1,0 +1,110 @@
+"""Dr. MAS: the whole algorithm in one loop.
+
+    python -m megatron_drmas.train [--config-name NAME] [key=value …]
+
+Each step draws questions, lets the team run its workflow several times on each, turns the returns into advantages that
+are normalised with each agent's own statistics (arXiv 2602.08847), gives every policy the rows its agents produced, and
+brings the engines to the new weights.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from megatron_drmas.config.schema import RunConfig
+
+
+async def train(config: RunConfig) -> None:
+    """Run a validated configuration to its end, or on from its last checkpoint.
+
+    Raises:
+        ConfigError: the run folder's checkpoint belongs to a run that was configured differently.
+        ProcessFailure: an actor, an engine or the retrieval server failed.
+    """
+    from megatron_drmas.algorithm.advantages import compute_advantages
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.cluster.signals import StopRequest
+    from megatron_drmas.config.load import to_dict
+    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.sampler import QuestionSampler
+    from megatron_drmas.observability.run_log import RunLog
+    from megatron_drmas.rollout.collate import collate
+    from megatron_drmas.rollout.collector import Sampling
+    from megatron_drmas.step_record import step_record, trajectory_records
+
+    questions = load_questions(config.data.train, "data.train")
+    sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
+    agents, policies = tuple(config.team.agents), tuple(config.policies)
+    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+
+    run_dir = Path(config.output_dir) / config.name
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else checkpoints.clear()
+    folder, state = resumed if resumed else (None, {"step": 0})
+    done = state["step"]
+
+    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step=done if resumed else None) as log:
+        stop = StopRequest()
+        async with Cluster(config, log.phase) as cluster:
+            if resumed:
+                with log.phase("load checkpoint"):
+                    sampler.load_state_dict(state["sampler"])
+                    await cluster.load(folder)
+            with log.phase("first weight sync"):
+                await cluster.sync_weights(done, verify=True)
+            log.started()
+            if config.evaluation.before and not log.evaluated(0):
+                await evaluate_team(cluster, log, step=0)
+
+            for step in range(done + 1, config.steps + 1):
+                drawn = [questions[index] for index in sampler.draw(config.questions_per_step)]
+                with log.phase("generate"):
+                    tokens_before = cluster.generated_tokens
+                    trajectories = await cluster.collector.collect(drawn, config.group_size, sampling.at(step))
+                with log.phase("advantages"):
+                    batch = collate(trajectories, agents, policies, learning)
+                    batch.advantages = compute_advantages(batch, config.algorithm)
+                with log.phase("update"):
+                    metrics = await cluster.update(batch, step)
+                with log.phase("weight_sync"):
+                    await cluster.sync_weights(step, verify=step == done + 1)
+
+                log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
+                log.log_trajectories(step, trajectory_records(trajectories))
+                last = step == config.steps
+                if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
+                    with log.phase("checkpoint"):
+                        await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
+                if stop.requested:
+                    sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
+                if last and config.evaluation.after or config.evaluation.every and step % config.evaluation.every == 0:
+                    await evaluate_team(cluster, log, step)
+
+            if config.checkpoint.export:
+                with log.phase("export"):
+                    await cluster.export(run_dir / "hf")
+
+
+async def evaluate_team(cluster, log, step: int) -> None:
+    """Evaluate on the held-out questions in every mode, and log it."""
+    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.evaluate import evaluate, evaluation_modes
+
+    config: RunConfig = cluster.config
+    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+    for mode, samples, sampling in evaluation_modes(config.evaluation):
+        with log.phase(f"evaluate ({mode})"):
+            record, _ = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
+        log.log_evaluation(record)
+
+
+def main() -> int:
+    from megatron_drmas.config.load import run_command
+
+    return run_command("python -m megatron_drmas.train", lambda config: asyncio.run(train(config)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
