@@ -1,7 +1,8 @@
 """metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
 
-Every line has `kind` and `step`.  Results ("step", "evaluation", "end") are undone when the run goes back to an
-earlier checkpoint; events ("start", "restart") have happened and stay.
+Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far).  Results
+("step", "evaluation") are undone when the run goes back to an earlier checkpoint, and so is its "end"; events
+("start", "restart") have happened and stay.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
-EVENTS = ("start", "restart")
+EVENTS, RESULTS = ("start", "restart"), ("step", "evaluation")
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -70,5 +71,5 @@ class History:
 
     def cut(self, step: int) -> None:
         """Keep the events, and the results of no more than `step` steps."""
-        kept = [line for line in self if line["kind"] in EVENTS or line["step"] <= step]
+        kept = [line for line in self if line["kind"] in EVENTS or line["kind"] in RESULTS and line["step"] <= step]
         write_atomically(self.path, "".join(to_json(line) + "\n" for line in kept))

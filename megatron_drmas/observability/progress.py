@@ -26,6 +26,7 @@ class Progress:
         self._console = console or Console(markup=False, highlight=False, soft_wrap=True)
         self._clock = clock
         self._said = clock()
+        self._started = False
         self._news: dict[str, str] = {}
         self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), TextColumn("{task.fields[news]}", markup=False))
@@ -34,11 +35,23 @@ class Progress:
         if self._console.is_interactive:
             self._bars.start()
 
-    def working(self, what: str) -> None:
-        """Show what is going on."""
-        self._bars.update(self._task, description=f"{self._name} · {what}")
-        if not self._console.is_interactive and self._clock() - self._said >= PLAIN_EVERY_S:
-            self.note(what)
+    def phase(self, name: str) -> None:
+        """A phase begins.  In a log file, those of the start-up are worth a line each."""
+        self._bars.update(self._task, description=f"{self._name} · {name}")
+        if not self._console.is_interactive and not self._started:
+            self.note(f"{name} …")
+
+    def started(self, seconds: float, phases: dict[str, float]) -> None:
+        """The start-up is over."""
+        self._started = True
+        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in phases.items() if spent >= 0.1)
+        self.note(f"started in {seconds:.0f} s ({parts})")
+
+    def within(self, name: str, text: str) -> None:
+        """How far a phase is."""
+        self._bars.update(self._task, description=f"{self._name} · {name} {text}")
+        if self._plain_line_due():
+            self.note(f"{name} {text}")
 
     def step(self, line: dict[str, Any], step_seconds: float) -> None:
         """A step is done.
@@ -55,8 +68,7 @@ class Progress:
         order = ("reward", "match", "left")
         news = " · ".join(self._news[key] for key in order if key in self._news)
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
-        due = self._clock() - self._said >= PLAIN_EVERY_S
-        if not self._console.is_interactive and (due or done == self._steps):
+        if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
             self.note(f"step {done}/{self._steps} · {news}")
 
     def evaluation(self, line: dict[str, Any]) -> None:
@@ -70,7 +82,11 @@ class Progress:
         self._console.print(text, style=style)
 
     def close(self) -> None:
-        self._bars.stop()
+        if self._console.is_interactive:
+            self._bars.stop()
+
+    def _plain_line_due(self) -> bool:
+        return not self._console.is_interactive and self._clock() - self._said >= PLAIN_EVERY_S
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import numpy as np
 
 SAMPLED, GREEDY = "sampled", "greedy"
-GENERATE, UPDATE, WEIGHT_SYNC = "generate", "update", "weight_sync"  # phases that the summary knows by name
+GENERATE, WEIGHT_SYNC, CHECKPOINT = "generate", "weight_sync", "checkpoint"  # phases that the summary knows by name
 
 
 @dataclass
@@ -34,6 +34,13 @@ class StepRecord:
     policies: dict[str, dict[str, float]]
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories left out of the update
     skipped: dict[str, int] = field(default_factory=dict)  # policy -> optimizer steps skipped (non-finite gradient)
+
+    def __post_init__(self):
+        for scope in ("agents", "policies"):
+            for name, metrics in getattr(self, scope).items():
+                for key, value in metrics.items():
+                    if isinstance(value, (dict, list, tuple, str)) or value is None:
+                        raise TypeError(f"StepRecord.{scope}[{name!r}][{key!r}] = {value!r} is not a number; log numbers only")
 
 
 @dataclass

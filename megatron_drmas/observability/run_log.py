@@ -16,6 +16,7 @@
 import shutil
 import time
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional, Sequence
 
@@ -64,7 +65,6 @@ class RunLog:
         self._about = (name, seed, steps)
         self._agents_of = agents_by_policy(config)
         self._clock = clock
-        self._seconds: dict[str, float] = {}  # by phase, since the last line
         self._finished = False
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         self._history = History(self._run_dir / "metrics.jsonl")
@@ -76,7 +76,7 @@ class RunLog:
                 shutil.rmtree(self._run_dir / folder, ignore_errors=True)
         self._start_step = resume_step or 0
         self.rewind(self._start_step)
-        self._reported = self._logged = clock()
+        self._reported = clock()
         self._memory = MemorySampler()
         self._progress = Progress(name, steps, clock=clock)
 
@@ -101,19 +101,19 @@ class RunLog:
         Yields:
             A function that shows how far the work is, given a text such as "120/300 questions".
         """
-        self._progress.working(name)
+        self._progress.phase(name)
         began = self._clock()
         try:
-            yield lambda text: self._progress.working(f"{name} {text}")
+            yield lambda text: self._progress.within(name, text)
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began
 
     def started(self) -> None:
         """The processes are up: phases so far were start-up.  Start-up seconds count from the start of this process."""
         seconds = time.time() - psutil.Process().create_time()
-        line = self._write("start", self._start_step, startup_seconds=seconds)
-        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in line["seconds"].items() if spent >= 0.1)
-        self._progress.note(f"started in {seconds:.0f} s ({parts})")
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        line = self._write("start", self._start_step, time=now, startup_seconds=seconds)
+        self._progress.started(seconds, line["seconds"])
         if self._start_step > 0:
             self.log_restart("resumed")
 
@@ -155,6 +155,8 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: the run goes back to that checkpoint."""
         self._history.cut(step)
+        self._seconds: dict[str, float] = {}  # by phase, since the last line
+        self._logged = self._clock()
         for path in (self._run_dir / "trajectories").glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
@@ -173,10 +175,10 @@ class RunLog:
         if self._finished:
             return
         self._finished = True
+        self._progress.close()
         self._memory.stop()
         self._write("end", self._summary.as_dict()["step"], status=status)
         self._tensorboard.close()
-        self._progress.close()
         self._report()
         places = {
             "checkpoints": self._run_dir / "checkpoints",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_drmas.observability.history import write_atomically
-from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
+from megatron_drmas.observability.records import CHECKPOINT, GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
 
 RUNNING, FINISHED = "running", "finished"
 
@@ -96,7 +96,8 @@ class Summary:
         values["tokens_generated"] += line["tokens_generated"]
         values["tokens_trained"] += line["tokens_trained"]
         _add_counts(self._step_seconds, line["seconds"])
-        spent, generating = sum(self._step_seconds.values()), self._step_seconds.get(GENERATE, 0.0)
+        spent = sum(self._step_seconds.values()) - self._step_seconds.get(CHECKPOINT, 0.0)
+        generating = self._step_seconds.get(GENERATE, 0.0)
         values["weight_sync_share"] = self._step_seconds.get(WEIGHT_SYNC, 0.0) / spent if spent else 0.0
         values["tokens_per_second"] = values["tokens_generated"] / generating if generating else None
 

@@ -1,0 +1,276 @@
+"""report.html: one run on one page that needs nothing else, built from the files in the run's folder.
+
+    python -m megatron_drmas.observability.report RUN_DIR
+
+rebuilds it at any time.  Prompts and responses are a model's: they are escaped, control and direction characters are
+spelled out, and the page's policy lets nothing run or load.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Sequence
+
+from megatron_drmas.observability.charts import Series, line_chart, short
+from megatron_drmas.observability.history import read_json_lines, write_atomically
+from megatron_drmas.observability.progress import duration
+from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED
+
+COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
+MOST_TEXT = 20_000  # characters of one prompt or response
+MOST_ALARMS = 40
+
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """How a metric is drawn."""
+
+    metric: str
+    title: str
+    hint: str = ""
+    log: bool = False
+    bounds: Optional[tuple[float, float]] = None
+    bins: str = "mean"
+    minus: float = 0.0  # taken from the value
+
+
+AGENT_PLOTS = (
+    Plot("reward", "Reward", "mean over the agent's calls"),
+    Plot("response_length", "Response length", "tokens"),
+    Plot("invalid_rate", "Invalid outputs", "share of calls", bounds=(0.0, 0.1)),
+    Plot("calls_per_trajectory", "Calls per trajectory"),
+    Plot("advantage_std", "Advantage, standard deviation"),
+    Plot("advantage_mean", "Advantage, mean"),
+    Plot("baseline_inflation", "Inflation under a group baseline", "of the squared advantage", bins="max"),
+)
+POLICY_PLOTS = (
+    Plot("grad_norm", "Gradient norm", "before clipping, log axis", log=True, bins="max"),
+    Plot("loss", "Loss"),
+    Plot("entropy", "Entropy", "nats per token", bounds=(0.0, 0.0)),
+    Plot("clip_fraction", "Clipped tokens", "share", bounds=(0.0, 0.01)),
+    Plot("prob_ratio", "Trainer/engine probability", "mean token ratio − 1", bounds=(0.0, 1e-5), bins="max", minus=1.0),
+    Plot("logprob_diff_max", "Trainer/engine log-prob difference", "largest, log axis", log=True, bins="max"),
+    Plot("lr", "Learning rate", bounds=(0.0, 0.0)),
+)
+
+
+@dataclass
+class Run:
+    """The files of a run's folder, read."""
+
+    folder: Path
+    summary: dict[str, Any]
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    config: str  # YAML text
+    trajectories: list[tuple[int, list[dict[str, Any]]]]  # (step, trajectories) of the first and the last file
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def names(self, scope: str) -> list[str]:
+        """Agents or policies in the order in which they were first logged."""
+        return list(dict.fromkeys(name for line in self.of_kind("step") for name in line[scope]))
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        FileNotFoundError: it has no summary.json, metrics.jsonl or config.yaml.
+    """
+    for name in ("summary.json", "metrics.jsonl", "config.yaml"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}; name the folder of a run, <output_dir>/<name>")
+    files = sorted((folder / "trajectories").glob("step_*.jsonl"))
+    return Run(
+        folder=folder,
+        summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
+        lines=list(read_json_lines(folder / "metrics.jsonl")),
+        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        trajectories=[(int(path.stem.removeprefix("step_")), list(read_json_lines(path))) for path in dict.fromkeys(files[:1] + files[-1:])],
+    )
+
+
+def write_report(folder: Path | str) -> Path:
+    """Build report.html in a run's folder and return its path."""
+    path = Path(folder) / "report.html"
+    write_atomically(path, render(load_run(Path(folder))))
+    return path
+
+
+def render(run: Run) -> str:
+    """The page's HTML."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("megatron_drmas.observability", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"short": short, "seen": seen, "duration": duration}
+    agents, policies = run.names("agents"), run.names("policies")
+    agent_colours = {agent: index % COLOURS for index, agent in enumerate(agents)}
+    policy_colours = {policy: COLOURS - 1 - index % COLOURS for index, policy in enumerate(policies)}
+    alarms = [alarm for line in run.of_kind("step") for alarm in line["alarms"]]
+    return environment.get_template("report.html").render(
+        summary=run.summary,
+        started=next((line["time"] for line in run.of_kind("start")), ""),
+        results=results(run),
+        team_charts=team_charts(run),
+        agent_colours=agent_colours,
+        agent_charts=metric_charts(run, "agents", AGENT_PLOTS, agent_colours),
+        policy_colours=policy_colours,
+        policy_charts=metric_charts(run, "policies", POLICY_PLOTS, policy_colours),
+        phases=phases(run),
+        speed_charts=speed_charts(run),
+        alarms=alarms[-MOST_ALARMS:],
+        alarm_count=len(alarms),
+        trajectories=[(step, choose(found)) for step, found in run.trajectories],
+        config=run.config,
+    )
+
+
+def results(run: Run) -> list[dict[str, Any]]:
+    """Exact match before and after, by mode: rows for all questions and for each source.
+
+    `error` is one standard error of the change, from the numbers of questions, as if the two evaluations were independent.
+    """
+    tables = []
+    for mode in (SAMPLED, GREEDY):
+        found = [line for line in run.of_kind("evaluation") if line["mode"] == mode]
+        before = next((line for line in found if line["step"] == 0), None)
+        after = next((line for line in reversed(found) if line["step"] > 0), None)
+        if before is None and after is None:
+            continue
+        last = after or before
+        everything = "all questions"
+        values = [{everything: line, **line["by_source"]} if line else {} for line in (before, after)]
+        rows = [_change(name, *(value.get(name) for value in values)) for name in dict.fromkeys([everything, *values[0], *values[1]])]
+        pass_at_k = [line and line["pass_at_k"] for line in (before, after)]
+        tables.append({"mode": mode, "samples": last["samples"], "step": last["step"], "rows": rows, "pass_at_k": pass_at_k})
+    return tables
+
+
+def _change(name: str, before: Optional[dict[str, Any]], after: Optional[dict[str, Any]]) -> dict[str, Any]:
+    row = {"name": name, "questions": int((after or before)["questions"]), "change": None, "error": None}
+    row |= {"before": before and before["exact_match"], "after": after and after["exact_match"]}
+    if before and after:
+        row["change"] = row["after"] - row["before"]
+        row["error"] = math.sqrt(sum(part["exact_match"] * (1 - part["exact_match"]) / part["questions"] for part in (before, after)))
+    return row
+
+
+def team_charts(run: Run) -> list[dict[str, Any]]:
+    """Reward and evaluations: the charts of the whole team."""
+    steps = run.of_kind("step")
+    charts = []
+    if steps:
+        reward = Series("reward", 0, [(line["step"], line["reward"]) for line in steps])
+        charts.append({"title": "Reward", "hint": "mean over trajectories", "svg": line_chart([reward], bounds=(0.0, 0.0))})
+    found = {
+        mode: [(line["step"], line["exact_match"]) for line in run.of_kind("evaluation") if line["mode"] == mode] for mode in (SAMPLED, GREEDY)
+    }
+    modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
+    if any(len(mode.points) > 1 for mode in modes):
+        legend = [(mode.name, mode.colour) for mode in modes]
+        charts.append({"title": "Exact match", "hint": "held-out questions", "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))})
+    return charts
+
+
+def speed_charts(run: Run) -> list[dict[str, Any]]:
+    """Seconds per step and tokens per second of generation."""
+    steps = run.of_kind("step")
+    if not steps:
+        return []
+    spent = Series("seconds", 0, [(line["step"], sum(line["seconds"].values())) for line in steps])
+    timed = [line for line in steps if line["seconds"].get(GENERATE)]
+    speed = Series("tokens per second", 0, [(line["step"], line["tokens_generated"] / line["seconds"][GENERATE]) for line in timed])
+    return [
+        {"title": "Seconds per step", "hint": "", "svg": line_chart([spent], bounds=(0.0, 0.0))},
+        {"title": "Tokens per second", "hint": "of generation", "svg": line_chart([speed], bounds=(0.0, 0.0))},
+    ]
+
+
+def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str, int]) -> list[dict[str, Any]]:
+    """A chart for each plot, then one for every other metric that changes."""
+    steps = run.of_kind("step")
+    logged = dict.fromkeys(key for line in steps for metrics in line[scope].values() for key in metrics)
+    known = {plot.metric for plot in plots}
+    charts = []
+    for plot in [*plots, *(Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in known)]:
+        lines = [Series(name, colour, _points(steps, scope, name, plot)) for name, colour in colours.items()]
+        changes = any(len({value for _, value in line.points}) > 1 for line in lines)
+        if any(line.points for line in lines) and (plot.metric in known or changes):
+            svg = line_chart(lines, log=plot.log, bounds=plot.bounds, bins=plot.bins)
+            charts.append({"title": plot.title, "hint": plot.hint, "svg": svg})
+    return charts
+
+
+def _points(steps: list[dict[str, Any]], scope: str, name: str, plot: Plot) -> list[tuple[int, Optional[float]]]:
+    found = [(line["step"], line[scope].get(name, {})) for line in steps]
+    values = [(step, metrics[plot.metric]) for step, metrics in found if plot.metric in metrics]
+    return [(step, None if value is None else value - plot.minus) for step, value in values]
+
+
+def phases(run: Run) -> list[dict[str, Any]]:
+    """Where the time went, at start-up and afterwards: seconds and shares of the phases, largest first."""
+    order = list(dict.fromkeys(phase for line in run.lines for phase in line["seconds"] if phase != "other"))
+    tables = []
+    for title, kinds in (("Start-up", ("start",)), ("Training", ("restart", "step", "evaluation", "end"))):
+        totals: dict[str, float] = {}
+        for line in run.lines:
+            for phase, seconds in line["seconds"].items() if line["kind"] in kinds else ():
+                totals[phase] = totals.get(phase, 0.0) + seconds
+        whole = sum(totals.values())
+        rows = [
+            {"name": phase, "colour": order.index(phase) % COLOURS if phase in order else None, "seconds": seconds, "share": seconds / whole}
+            for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
+            if seconds > 0.001 * whole
+        ]
+        if rows:
+            tables.append({"title": title, "seconds": whole, "rows": rows})
+    return tables
+
+
+def choose(trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Up to four to read: the best, the worst, one with an invalid output, the longest."""
+    if not trajectories:
+        return []
+    by_reward = sorted(trajectories, key=lambda found: -math.inf if found["reward"] is None else found["reward"])
+    invalid = [found for found in trajectories if not all(turn["valid"] for turn in found["turns"])]
+    longest = max(trajectories, key=lambda found: len(found["turns"]))
+    chosen: list[dict[str, Any]] = []
+    for found in (by_reward[-1], by_reward[0], *invalid[:1], longest):
+        if not any(found is other for other in chosen):
+            chosen.append(found)
+    return chosen
+
+
+def seen(text: str) -> str:
+    """`text` with what cannot be seen, or turns the direction of the text around, spelled out; cut after `MOST_TEXT` characters."""
+    shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MOST_TEXT])
+    return shown + (f"\n… and {len(text) - MOST_TEXT} more characters" if len(text) > MOST_TEXT else "")
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_drmas.observability.report", description="Rebuild report.html of a run.")
+    parser.add_argument("run_dir", type=Path, help="the run's folder, <output_dir>/<name>")
+    args = parser.parse_args(argv)
+    try:
+        print(write_report(args.run_dir))
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
