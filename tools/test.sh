@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Set up what the tests need, then run them.
+#
+#   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
+#
+# As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
+# with the reason.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+# shellcheck source=tools/shell_lib.sh
+. tools/shell_lib.sh
+
+bash tools/setup.sh
+
+# Transformer Engine's Python half, for the tests of what it is told (see tests/te_stub); it must not be importable elsewhere.
+ENGINE=transformer_engine==2.11.0
+if [ "$(cat .venv/.platform)" = cpu ] && [ ! -e .venv/te/transformer_engine ]; then
+  say "fetching $ENGINE (pure Python) for the tests"
+  rm -rf .venv/te.new
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/te.new "$ENGINE"
+  mv .venv/te.new .venv/te
+fi
+
+missing=()
+command -v sbatch >/dev/null && command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null ||
+  missing+=(slurmctld slurmd slurm-client munge)
+command -v shellcheck >/dev/null || missing+=(shellcheck)
+if ((${#missing[@]})); then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing Debian's ${missing[*]}"
+    if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
+      >.venv/apt.log 2>&1; then
+      say "apt-get failed (see .venv/apt.log); the tests that need ${missing[*]} will be skipped"
+    fi
+  else
+    say "not root on Debian: the tests that need ${missing[*]} will be skipped"
+  fi
+fi
+
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
+done
+# One thread a process: the tests start many, and two cores is the least machine they are meant for.
+export OMP_NUM_THREADS=1
+run_group .venv/bin/python -m pytest "${arguments[@]}"
