@@ -1,0 +1,130 @@
+"""Vocabulary-parallel log-probs and entropy against the plain softmax, and their gradients against autograd's."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_drmas.kernels.token_logprob import linear_token_logprobs, token_logprobs
+
+N, HIDDEN, VOCAB, PADDED = 37, 16, 101, 128
+TEMPERATURES = [1.0, 0.6]
+
+
+def problem(dtype=torch.float64, n=N):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    hidden, weight = normal(n, HIDDEN).requires_grad_(), normal(PADDED, HIDDEN).requires_grad_()
+    targets = torch.randint(0, VOCAB, (n,), generator=generator)
+    return hidden, weight, targets, normal(n), normal(n)
+
+
+def reference(hidden, weight, targets, temperature, vocab=VOCAB):
+    logp = ((hidden @ weight.t())[:, :vocab] / temperature).log_softmax(1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+
+
+def from_logits(hidden, weight, targets, temperature, group=None, vocab=VOCAB):
+    return token_logprobs(hidden @ weight.t(), targets, group, temperature, vocab)
+
+
+def fused(hidden, weight, targets, temperature, group=None, vocab=VOCAB):
+    return linear_token_logprobs(hidden, weight, targets, group, temperature, vocab, chunk=10)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("function", [from_logits, fused])
+@pytest.mark.parametrize("n", [1, 15, N])
+def test_values_and_gradients_equal_autograd(function, temperature, n):
+    hidden, weight, targets, a, b = problem(n=n)
+    expected, got = reference(hidden, weight, targets, temperature), function(hidden, weight, targets, temperature)
+    for x, y in zip(expected, got):
+        torch.testing.assert_close(y, x, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad((a * lp + b * h).sum(), (hidden, weight)) for lp, h in (expected, got)]
+    for x, y in zip(*gradients):
+        assert (x - y).abs().max() < 1e-6 * x.abs().max()
+
+
+@pytest.mark.parametrize("function", [from_logits, fused])
+def test_bfloat16_inputs_keep_float32_statistics(function):
+    hidden, weight, targets, *_ = problem(torch.bfloat16)
+    logits = (hidden @ weight.t()).float()[:, :VOCAB]
+    logprobs, entropy = function(hidden, weight, targets, 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, logits.log_softmax(1).gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_by_finite_differences():
+    hidden, weight = torch.randn(3, 2, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    inputs = (hidden.requires_grad_(), weight.requires_grad_())
+    assert torch.autograd.gradcheck(lambda h, w: linear_token_logprobs(h, w, torch.tensor([0, 4, 2]), None, 0.7, 5, chunk=2), inputs)
+
+
+def test_huge_logits_do_not_overflow():
+    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
+    (logprobs + entropy).sum().backward()
+    assert logprobs.item() == -2e4 and entropy.item() == 0 and logits.grad.isfinite().all()
+
+
+def test_padding_has_probability_and_gradient_zero():
+    logits = torch.zeros(2, 8, requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 4]), vocab_size=5)
+    torch.testing.assert_close(logprobs.exp(), torch.full((2,), 0.2))
+    torch.testing.assert_close(entropy.exp(), torch.full((2,), 5.0))
+    logprobs.sum().backward()
+    assert logits.grad[:, 5:].eq(0).all()
+
+
+def test_no_tokens():
+    logits = torch.zeros(0, PADDED, requires_grad=True)
+    sum(x.sum() for x in token_logprobs(logits, torch.zeros(0, dtype=torch.int64))).backward()
+    assert logits.grad.shape == (0, PADDED)
+
+
+def test_greedy_temperature_is_refused():
+    with pytest.raises(ValueError, match="temperature = 0"):
+        token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), temperature=0)
+
+
+CASES = [(function, temperature, vocab) for function in (from_logits, fused) for temperature in TEMPERATURES for vocab in (VOCAB, 60)]
+
+
+def case_problem(vocab):
+    hidden, weight, targets, a, b = problem()
+    return hidden, weight, targets % vocab, a, b
+
+
+def tensor_parallel_rank(rank: int, size: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    results = []
+    for function, temperature, vocab in CASES:
+        hidden, weight, targets, a, b = case_problem(vocab)
+        shard = weight.detach().chunk(size)[rank].clone().requires_grad_()
+        logprobs, entropy = function(hidden, shard, targets, temperature, dist.group.WORLD, vocab)
+        (a * logprobs + b * entropy).sum().backward()
+        if function is from_logits:  # what the output layer's own backward does
+            dist.all_reduce(hidden.grad)
+        results.append((logprobs.detach(), entropy.detach(), hidden.grad, shard.grad))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_equals_one_rank(tmp_path):
+    """The second rank's slice is in part padding, or all of it."""
+    mp.spawn(tensor_parallel_rank, (2, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for case, (_, temperature, vocab) in enumerate(CASES):
+        hidden, weight, targets, a, b = case_problem(vocab)
+        logprobs, entropy = reference(hidden, weight, targets, temperature, vocab)
+        (a * logprobs + b * entropy).sum().backward()
+        for rank in ranks:
+            for got, expected in zip(rank[case], (logprobs, entropy, hidden.grad)):
+                torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(torch.cat([rank[case][3] for rank in ranks]), weight.grad, rtol=0, atol=1e-10)
