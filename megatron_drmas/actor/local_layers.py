@@ -1,0 +1,124 @@
+"""The layers that Megatron's local spec lacks for packed, sequence-parallel training without Transformer Engine."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_drmas.actor.packing import PackedSequences
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32.
+
+    Under sequence parallelism each rank sees a part of the tokens; the weight is marked so that Megatron sums its
+    gradient over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each sequence of a packed micro-batch, by torch's scaled_dot_product_attention.
+
+    Sequences of similar length are attended together (`PackedSequences.groups`), so many short sequences cost a few
+    calls; a group is padded only if its lengths differ.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: "float | None" = None,
+        softmax_scale: "float | None" = None,
+        cp_comm_type: "str | None" = None,
+        pg_collection=None,
+    ):
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("context parallelism needs Transformer Engine's attention")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: "Tensor | None" = None,
+        attn_mask_type: "AttnMaskType | None" = None,
+        attention_bias: "Tensor | None" = None,
+        packed_seq_params: "PackedSequences | None" = None,
+    ) -> Tensor:
+        """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        slots = packed_seq_params.slots
+        if slots is not None:
+            size = packed_seq_params.padded_tokens
+            query, key, value = (_Pad.apply(x, slots, size) for x in (query, key, value))
+        outputs = []
+        for start, rows, length in packed_seq_params.groups:
+            q, k, v = (
+                x[start : start + rows * length].view(rows, length, *x.shape[1:]).transpose(1, 2)
+                for x in (query, key, value)
+            )
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+            outputs.append(context.transpose(1, 2).reshape(rows * length, -1))
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return output if slots is None else _Unpad.apply(output, slots)
+
+
+class _Pad(torch.autograd.Function):
+    """Packed tokens [t, …] to their slots in a zero-filled [padded, …]."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, slots: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return packed.new_zeros(size, *packed.shape[1:]).index_copy_(0, slots, packed)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The inverse of `_Pad`; padding gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, padded: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.size = len(padded)
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        slots = ctx.saved_tensors[0]
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, slots, gradient), None
+
+
+def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with this module's norm and attention, for this rank's layers."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -1,0 +1,94 @@
+"""What an update reports, from the sums that the loss leaves on each rank."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_drmas.actor.parallel import owns_results
+from megatron_drmas.algorithm.losses import LossOutputs
+
+SUMS = (
+    "tokens",
+    "loss",
+    "clipped",
+    "ratio",
+    "kl_old",
+    "entropy",
+    "prob_ratio",
+    "mismatch",
+    "chi_square",
+    "corrected",
+    "gradient_mass",
+)
+MEANS = {  # reported name -> sum over tokens that is divided by `tokens`
+    "clip_fraction": "clipped",
+    "ratio": "ratio",
+    "kl_old": "kl_old",
+    "entropy": "entropy",
+    "prob_ratio": "prob_ratio",
+    "logprob_diff_mean": "mismatch",
+    "chi_square": "chi_square",
+    "corrected_fraction": "corrected",
+}
+
+
+class UpdateMetrics:
+    """Per-agent sums and maxima of the loss over micro-batches, ranks and optimizer steps."""
+
+    def __init__(self, agents: int, device: str):
+        self.device = device
+        self.sums = torch.zeros(len(SUMS), agents, dtype=torch.float64)
+        self.largest_mismatch = torch.zeros(agents, dtype=torch.float64)
+        self.nonfinite_agents: set[int] = set()
+        self.grad_norms: list[float] = []  # of the steps that were made
+        self.skipped = 0
+
+    def add(self, outputs: list[LossOutputs], grad_norm: float, stepped: bool) -> None:
+        """Add one optimizer step's micro-batches of all ranks; collective."""
+        sums, largest = torch.zeros_like(self.sums), torch.zeros_like(self.largest_mismatch)
+        for output in outputs if owns_results() else []:
+            sums += torch.stack([output.sums[name].double().cpu() for name in SUMS])
+            largest = torch.maximum(largest, output.maxima["mismatch"].double().cpu())
+        sums, largest = sums.to(self.device), largest.to(self.device)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        sums = sums.cpu()
+        self.sums += sums
+        self.largest_mismatch = torch.maximum(self.largest_mismatch, largest.cpu())
+        finite = (sums[SUMS.index("loss")] + sums[SUMS.index("gradient_mass")]).isfinite()
+        self.nonfinite_agents |= set((~finite).nonzero().flatten().tolist())
+        if stepped:
+            self.grad_norms.append(grad_norm)
+        else:
+            self.skipped += 1
+
+    def report(self, lr: float) -> dict:
+        """The dictionary that `PolicyActor.update` returns."""
+        steps = len(self.grad_norms) + self.skipped
+        agents = {}
+        for agent in (self.sums[SUMS.index("tokens")] > 0).nonzero().flatten().tolist():
+            agents[agent] = self._means(self.sums[:, agent], steps)
+            agents[agent]["logprob_diff_max"] = float(self.largest_mismatch[agent])
+        return {
+            **self._means(self.sums.sum(1), steps),
+            "logprob_diff_max": float(self.largest_mismatch.max()) if len(self.largest_mismatch) else 0.0,
+            "grad_norm": sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else math.nan,
+            "lr": lr,
+            "optimizer_steps": len(self.grad_norms),
+            "skipped": self.skipped,
+            "nonfinite_agents": sorted(self.nonfinite_agents),
+            "agents": agents,
+        }
+
+    @staticmethod
+    def _means(sums: Tensor, steps: int) -> dict:
+        value = dict(zip(SUMS, sums.tolist(), strict=True))
+        tokens = max(value["tokens"], 1.0)
+        return {
+            "tokens": int(value["tokens"]),
+            "loss": value["loss"] / max(steps, 1),
+            "gradient_mass": value["gradient_mass"] / max(steps, 1),
+            **{name: value[total] / tokens for name, total in MEANS.items()},
+        }

@@ -1,0 +1,161 @@
+"""A policy's Megatron-Core model: from a `ModelSpec` to this rank's wrapped GPTModel."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from checkpoints_conv.spec import ModelSpec
+from megatron_drmas.actor.local_layers import local_block_spec
+from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.kernels.token_logprob import linear_token_logprobs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(spec: ModelSpec, settings: ActorSettings, initialise: bool) -> TransformerConfig:
+    """Megatron's configuration of this model in this layout and precision.
+
+    Args:
+        initialise: parameters start random; otherwise they are left unset for a checkpoint to fill.
+    """
+    parallel, dtype, cuda = settings.policy.parallel, DTYPES[settings.precision.mode], settings.device == "cuda"
+    experts = {}
+    if spec.experts:
+        experts = {
+            "num_moe_experts": spec.experts,
+            "moe_router_topk": spec.experts_per_token,
+            "moe_ffn_hidden_size": spec.expert_ffn,
+            "moe_router_pre_softmax": not spec.normalise_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": cuda,
+        }
+    return TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_groups,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=parallel.pipeline > 1,
+        deallocate_pipeline_outputs=parallel.pipeline > 1,
+        perform_initialization=initialise,
+        use_cpu_initialization=not cuda,
+        deterministic_mode=settings.deterministic and cuda,
+        # The loss carries its own normalisation: Megatron scales it neither by micro-batches nor by replicas.
+        calculate_per_token_loss=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=cuda,
+        bias_activation_fusion=cuda,
+        apply_rope_fusion=cuda,
+        persist_layer_norm=cuda,
+        gradient_accumulation_fusion=False,
+        **experts,
+    )
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage can return log-probs and entropies of chosen tokens instead of logits.
+
+    With `labels` [1, t] and `loss_mask` bool [1, t] it returns float32 [n, 2] for the n masked positions: the
+    label's log-prob and the distribution's entropy, both of logits / `temperature` over the `vocab` real ids.
+    Logits exist for those n positions only, a chunk at a time.  Without labels it returns logits, as GPTModel does.
+    """
+
+    def __init__(self, *args, vocab: int, temperature: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.vocab = vocab
+        self.temperature = temperature
+
+    def _postprocess(self, hidden_states: Tensor, *args, labels=None, loss_mask=None, **kwargs):
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            # The log-probs' backward sums the gradient over the group, so here each rank only takes its part of it.
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=group
+            )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        chosen = loss_mask[0]
+        logprobs, entropy = linear_token_logprobs(
+            hidden_states[:, 0][chosen],
+            weight,
+            labels[0][chosen],
+            group if group.size() > 1 else None,
+            temperature=self.temperature,
+            vocab_size=self.vocab,
+        )
+        return torch.stack([logprobs, entropy], dim=1)
+
+
+def build_model(spec: ModelSpec, settings: ActorSettings, initialise: bool) -> DistributedDataParallel:
+    """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialised groups.
+
+    On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU Megatron's local ones with
+    `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.
+    """
+    spec.check_layout(settings.policy.parallel.tensor, settings.policy.parallel.pipeline)
+    config = transformer_config(spec, settings, initialise)
+    if settings.device == "cuda":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        layers = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        layers = local_block_spec(config)
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=spec.max_position,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        rope_scaling=spec.rope_scaling_factor is not None,
+        rope_scaling_factor=spec.rope_scaling_factor or 1.0,
+        vocab=spec.vocab,
+        temperature=settings.temperature,
+    )
+    if settings.device == "cuda":
+        model.cuda(torch.cuda.current_device())
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=settings.policy.optimizer.distributed
+        ),
+        model,
+    )
+    wrapped.broadcast_params()
+    config.no_sync_func = wrapped.no_sync
+    config.finalize_model_grads_func = _sum_gradients
+    return wrapped
+
+
+def _sum_gradients(model: list, num_tokens, **groups) -> None:
+    """Finish a step's gradients as sums over ranks: `num_tokens` would divide them by a count of tokens."""
+    finalize_model_grads(model, None, **groups)

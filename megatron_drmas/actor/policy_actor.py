@@ -1,0 +1,170 @@
+"""`PolicyActor`: one rank of the Megatron side of one policy."""
+
+import math
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import read_config
+from checkpoints_conv.load import load_hf_weights
+from checkpoints_conv.mapping import ModelMapping
+from megatron_drmas.actor import cpu
+from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
+from megatron_drmas.actor.metrics import UpdateMetrics
+from megatron_drmas.actor.model import build_model
+from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
+from megatron_drmas.actor.packing import MicroBatch, pack_rows
+from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
+from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.algorithm.losses import token_weights
+from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
+from megatron_drmas.rollout.batch import TurnBatch, gather_segments
+
+
+class PolicyActor:
+    """A policy's model, optimizer and schedule on one rank; every public method is collective over the ranks.
+
+    Every rank is handed the same batch and trains its data-parallel share of it.  The gradient is a sum over tokens
+    with the weights of `algorithm.losses.token_weights`, so it does not depend on the layout or the micro-batches.
+    """
+
+    def __init__(self, settings: ActorSettings, rank: int, world_size: int, master_addr: str, master_port: int):
+        self.settings = settings
+        self.rank = rank
+        self.world_size = world_size
+        self.master = (master_addr, master_port)
+
+    def initialize(self, weights: str) -> dict:
+        """Join the process group and build model, optimizer and schedule.
+
+        Args:
+            weights: Hugging Face folder; "" starts random, from the config.json of `settings.policy.model`.
+
+        Returns:
+            parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank.
+        """
+        if self.settings.device == "cpu":
+            cpu.install()
+        initialise_groups(self.settings, self.rank, self.world_size, *self.master)
+        config = read_config(weights or self.settings.policy.model)
+        self.spec = family_of(config).model_spec(config)
+        self.model = build_model(self.spec, self.settings, initialise=not weights)
+        if weights:
+            load_hf_weights([self.model], weights, self.spec)
+        self.model.broadcast_params()
+        self.optimizer = build_optimizer(self.model, self.settings)
+        self.schedule = build_schedule(self.optimizer, self.settings)
+        return {
+            "parameters": sum(math.prod(shape) for shape in ModelMapping(self.spec).hf_shapes().values()),
+            "local_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "pipeline_rank": parallel_state.get_pipeline_model_parallel_rank(),
+            "data_rank": parallel_state.get_data_parallel_rank(),
+        }
+
+    def update(self, batch: TurnBatch, step: int) -> dict:
+        """Train on a batch: `updates_per_batch` optimizer steps of the policy loss.
+
+        Args:
+            batch: the policy's rows, with engine_logprobs and advantages.
+            step: of the run; chooses the rows of each mini-batch together with the seed.
+
+        Returns:
+            The same on every rank: loss, grad_norm (before clipping; NaN if no step was made), clip_fraction, entropy,
+            lr (of the last step), prob_ratio (mean exp |log-prob difference to the engine|), logprob_diff_max,
+            logprob_diff_mean, ratio, kl_old, chi_square, corrected_fraction, gradient_mass, tokens, optimizer_steps,
+            skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
+            (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
+        """
+        metrics = UpdateMetrics(len(batch.agents), self.settings.device)
+        lr = self._lr()
+        generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
+        minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
+        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 else None
+        for rows in minibatches:
+            mini = batch.select(rows)
+            head = PolicyHead(
+                mini,
+                token_weights(mini, self.settings.loss),
+                None if old_logprobs is None else gather_segments(old_logprobs, batch.response_offsets, rows),
+                self.settings.loss,
+            )
+            self._zero_gradients()
+            outputs = run_micro_batches(self.model, self._micro_batches(mini), head, self.settings.device)
+            lr = self._lr()
+            metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
+        return metrics.report(lr)
+
+    def token_logprobs(self, batch: TurnBatch) -> Tensor:
+        """Log-probs of the response tokens under the current weights at `temperature`, float32 [T'], on every rank."""
+        micro_batches = self._micro_batches(batch)
+        kept = run_micro_batches(self.model, micro_batches, keep_logprobs, self.settings.device, backward=False)
+        result = torch.zeros(int(batch.response_lengths.sum()), dtype=torch.float32)
+        places = torch.arange(len(result))
+        for rows, logprobs in kept if owns_results() else []:
+            result[gather_segments(places, batch.response_offsets, rows)] = logprobs.float()
+        return sum_over_ranks(result, self.settings.device)
+
+    def sft_step(self, batch: TurnBatch, step: int, token_weights: Tensor) -> dict:
+        """One optimizer step of weighted cross entropy at temperature 1.
+
+        Args:
+            batch: rows; only tokens, offsets and prompt_lengths are used.
+            step: of the run; the gradient does not depend on it.
+            token_weights: float32 [T] over all tokens; position t weighs the prediction of tokens[t].  The first token
+                of a row is never predicted.
+
+        Returns:
+            The same on every rank: loss (the weighted sum), tokens (with a positive weight), grad_norm, lr,
+            optimizer_steps, skipped.
+        """
+        lr = self._lr()
+        self._zero_gradients()
+        micro_batches = self._micro_batches(batch, wanted=token_weights > 0)
+        head = CrossEntropyHead(batch, token_weights)
+        self.model.module.temperature = 1.0
+        try:
+            kept = run_micro_batches(self.model, micro_batches, head, self.settings.device)
+        finally:
+            self.model.module.temperature = self.settings.temperature
+        norm, stepped = optimizer_step(self.optimizer, self.schedule)
+        own = sum(kept) if owns_results() else torch.zeros(2, dtype=torch.float64)
+        loss, tokens = sum_over_ranks(own, self.settings.device).tolist()
+        return {
+            "loss": loss,
+            "tokens": int(tokens),
+            "grad_norm": norm,
+            "lr": lr,
+            "optimizer_steps": int(stepped),
+            "skipped": int(not stepped),
+        }
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint folder (storage shared by all ranks), atomically: model, optimizer, schedule, random states."""
+        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+
+    def load(self, path: str) -> None:
+        """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
+        load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+
+    def shutdown(self) -> None:
+        """Leave the process group and free the model."""
+        del self.optimizer, self.schedule, self.model
+        destroy_groups()
+
+    def _micro_batches(self, batch: TurnBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
+        """This data-parallel rank's packed micro-batches; every rank has the same number."""
+        parallel = self.settings.policy.parallel
+        plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)
+        multiple = parallel.tensor if parallel.sequence else 1
+        return [pack_rows(batch, rows, multiple, wanted) for rows in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _zero_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
