@@ -55,8 +55,7 @@ async def train(config: RunConfig) -> None:
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done, verify=True)
             log.started()
-            if config.evaluation.before and not log.evaluated(0):
-                await evaluate_team(cluster, log, step=0)
+            await evaluate_team(cluster, log, done)
 
             for step in range(done + 1, config.steps + 1):
                 drawn = [questions[index] for index in sampler.draw(config.questions_per_step)]
@@ -79,8 +78,7 @@ async def train(config: RunConfig) -> None:
                         await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
                 if stop.requested:
                     sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
-                if last and config.evaluation.after or config.evaluation.every and step % config.evaluation.every == 0:
-                    await evaluate_team(cluster, log, step)
+                await evaluate_team(cluster, log, step)
 
             if config.checkpoint.export:
                 with log.phase("export"):
@@ -88,13 +86,18 @@ async def train(config: RunConfig) -> None:
 
 
 async def evaluate_team(cluster, log, step: int) -> None:
-    """Evaluate on the held-out questions in every mode, and log it."""
+    """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
     from megatron_drmas.data.questions import load_questions
     from megatron_drmas.evaluate import evaluate, evaluation_modes
 
     config: RunConfig = cluster.config
+    settings, last = config.evaluation, step == config.steps
+    if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
+        return
     questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
-    for mode, samples, sampling in evaluation_modes(config.evaluation):
+    for mode, samples, sampling in evaluation_modes(settings):
+        if log.evaluated(step, mode):
+            continue
         with log.phase(f"evaluate ({mode})"):
             record, _ = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
         log.log_evaluation(record)

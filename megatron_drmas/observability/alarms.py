@@ -11,10 +11,9 @@ WARM_UP = 5  # steps before a running median counts
 
 @dataclass(frozen=True)
 class Limit:
-    """What a healthy metric keeps to.  A value that is not finite always alarms."""
+    """What a healthy metric of an agent or a policy keeps to.  A value that is not finite always alarms."""
 
     metric: str
-    scope: str  # "agents" | "policies"
     most: Optional[float] = None  # absolute
     above: Optional[float] = None  # times the running median
     below: Optional[float] = None  # times the running median
@@ -22,11 +21,11 @@ class Limit:
 
 
 LIMITS = (
-    Limit("grad_norm", "policies", above=5.0, floor=1e-3),
-    Limit("prob_ratio", "policies", most=1.05),
-    Limit("entropy", "policies", above=3.0, below=0.1, floor=0.02),
-    Limit("baseline_inflation", "agents", most=3.0),
-    Limit("response_length", "agents", above=3.0, below=1 / 3, floor=4.0),
+    Limit("grad_norm", above=5.0, floor=1e-3),
+    Limit("prob_ratio", most=1.05),
+    Limit("entropy", above=3.0, below=0.1, floor=0.02),
+    Limit("response_length", above=3.0, below=1 / 3, floor=4.0),
+    Limit("baseline_inflation", most=3.0),
 )
 
 
@@ -39,32 +38,33 @@ class Watch:
 
     def __init__(self, agents_of: dict[str, list[str]]):
         self._agents_of = agents_of
-        self._seen: dict[tuple[str, str], deque[float]] = {}
+        self._seen: dict[tuple[str, str, str], deque[float]] = {}
 
     def check(self, line: dict[str, Any]) -> list[dict[str, Any]]:
-        """The alarms of one step, and take the step into the running medians.
+        """The alarms of one step; takes the step into the running medians.
 
         Args:
-            line: agents and policies as in metrics.jsonl: metrics by name, None for a value that is not finite.
+            line: step, agents and policies as in metrics.jsonl: metrics by name, None for a value that is not finite.
 
         Returns:
             One dictionary an alarm: metric, who (agent or policy), value, message.
         """
         alarms = []
         for limit in LIMITS:
-            for who, metrics in line[limit.scope].items():
-                if limit.metric in metrics:
-                    value = metrics[limit.metric]
-                    problem = self._problem(limit, who, value)
-                    if problem:
-                        message = f"step {line['step']}: {limit.metric} of {self._called(limit.scope, who)} {problem}"
-                        alarms.append({"metric": limit.metric, "who": who, "value": value, "message": message})
+            for scope in ("agents", "policies"):
+                for who, metrics in line[scope].items():
+                    if limit.metric in metrics:
+                        value = metrics[limit.metric]
+                        problem = self._problem(limit, (limit.metric, scope, who), value)
+                        if problem:
+                            message = f"step {line['step']}: {limit.metric} of {self._called(scope, who)} {problem}"
+                            alarms.append({"metric": limit.metric, "who": who, "value": value, "message": message})
         return alarms
 
-    def _problem(self, limit: Limit, who: str, value: Optional[float]) -> Optional[str]:
+    def _problem(self, limit: Limit, key: tuple[str, str, str], value: Optional[float]) -> Optional[str]:
         if value is None:
             return "is not finite"
-        seen = self._seen.setdefault((limit.metric, who), deque(maxlen=WINDOW))
+        seen = self._seen.setdefault(key, deque(maxlen=WINDOW))
         usual = max(median(seen), limit.floor) if len(seen) >= WARM_UP else None
         seen.append(value)
         if limit.most is not None and value > limit.most:

@@ -47,6 +47,8 @@ AGENT_PLOTS = (
     Plot("calls_per_trajectory", "Calls per trajectory"),
     Plot("advantage_std", "Advantage, standard deviation"),
     Plot("advantage_mean", "Advantage, mean"),
+    Plot("entropy", "Entropy", "nats per token", bounds=(0.0, 0.0)),
+    Plot("gradient_mass", "Gradient mass", "the agent's part of the update"),
     Plot("baseline_inflation", "Inflation under a group baseline", "of the squared advantage", bins="max"),
 )
 POLICY_PLOTS = (
@@ -200,17 +202,18 @@ def speed_charts(run: Run) -> list[dict[str, Any]]:
 
 
 def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str, int]) -> list[dict[str, Any]]:
-    """A chart for each plot, then one for every other metric that changes."""
+    """A chart for each plot, then one (`more`) for every other metric that changes."""
     steps = run.of_kind("step")
     logged = dict.fromkeys(key for line in steps for metrics in line[scope].values() for key in metrics)
-    known = {plot.metric for plot in plots}
+    first = {plot.metric for plot in plots}
+    drawn = {plot.metric: plot for plot in (*AGENT_PLOTS, *POLICY_PLOTS)}
     charts = []
-    for plot in [*plots, *(Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in known)]:
+    for plot in [*plots, *(drawn.get(key) or Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in first)]:
         lines = [Series(name, colour, _points(steps, scope, name, plot)) for name, colour in colours.items()]
         changes = any(len({value for _, value in line.points}) > 1 for line in lines)
-        if any(line.points for line in lines) and (plot.metric in known or changes):
+        if any(line.points for line in lines) and (plot.metric in first or changes):
             svg = line_chart(lines, log=plot.log, bounds=plot.bounds, bins=plot.bins)
-            charts.append({"title": plot.title, "hint": plot.hint, "svg": svg})
+            charts.append({"title": plot.title, "hint": plot.hint, "svg": svg, "more": plot.metric not in first})
     return charts
 
 

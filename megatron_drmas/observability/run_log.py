@@ -96,7 +96,8 @@ class RunLog:
     def phase(self, name: str) -> Iterator[Callable[[str], None]]:
         """Time a part of the work and show it as what is going on.
 
-        The seconds belong to the next thing logged: `started`, a step or an evaluation.
+        The seconds belong to the next thing logged: `started`, a step or an evaluation.  Phases may overlap; each
+        then counts in full.
 
         Yields:
             A function that shows how far the work is, given a text such as "120/300 questions".
@@ -141,9 +142,9 @@ class RunLog:
         self._write("restart", self._summary.as_dict()["step"], cause=cause)
         self._progress.note(f"restart: {cause}", style="yellow")
 
-    def evaluated(self, step: int) -> bool:
-        """Whether an evaluation after `step` steps is in the log: a resumed run need not repeat it."""
-        return any(line["kind"] == "evaluation" and line["step"] == step for line in self._history)
+    def evaluated(self, step: int, mode: str) -> bool:
+        """Whether the evaluation after `step` steps in this mode is in the log: a resumed run need not repeat it."""
+        return any((line["kind"], line["step"], line.get("mode")) == ("evaluation", step, mode) for line in self._history)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
         """Whole trajectories to read, in trajectories/step_<step>.jsonl."""
