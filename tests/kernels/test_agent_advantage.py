@@ -1,0 +1,97 @@
+"""Statistics per cell, their merge over shards and ranks, and the operations on segments below them."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_drmas.kernels.agent_advantage import agent_advantages, cell_statistics, merge_over_ranks, merge_statistics, normalise
+from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_mean
+
+samples = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0, -1e6, 1e6]), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+def assert_same(merged, whole):
+    torch.testing.assert_close(merged.count, whole.count, rtol=0, atol=0)
+    torch.testing.assert_close(merged.mean, whole.mean, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(merged.std, whole.std, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(samples=samples, shards=st.integers(1, 5), seed=st.integers(0, 9))
+def test_merging_shards_is_the_whole(samples, shards, seed):
+    scores, cell = torch.tensor([s for s, _ in samples]), torch.tensor([c for _, c in samples])
+    owner = torch.randint(0, shards, (len(scores),), generator=torch.Generator().manual_seed(seed))
+    parts = [cell_statistics(scores[owner == k], cell[owner == k], 4) for k in range(shards)]
+    assert_same(merge_statistics(parts), cell_statistics(scores, cell, 4))
+
+
+def shard_problem():
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(40, generator=generator) * 2e6 - 1e6, torch.randint(0, 6, (40,), generator=generator)
+
+
+def merging_rank(rank: int, size: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    scores, cell = (column[rank::size] for column in shard_problem())
+    merged = merge_over_ranks(cell_statistics(scores, cell, 7))
+    torch.save((merged, normalise(scores, cell, merged, cell, merged, 1e-6)), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_sharded_ranks_give_the_gathered_answer(tmp_path):
+    """Cell 6 has no sample anywhere."""
+    mp.spawn(merging_rank, (2, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    scores, cell = shard_problem()
+    whole = cell_statistics(scores, cell, 7)
+    expected = normalise(scores, cell, whole, cell, whole, 1e-6)
+    for rank, (merged, advantages) in enumerate(ranks):
+        assert torch.equal(merged.m2, ranks[0][0].m2), "every rank has the same bits"
+        assert_same(merged, whole)
+        torch.testing.assert_close(advantages, expected[rank::2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [0.1, 1e6, -1e6, 1e-20])
+@pytest.mark.parametrize("count", [2, 3, 7, 1000])
+def test_equal_scores_have_no_spread(score, count):
+    statistics = cell_statistics(torch.full((count,), score), torch.zeros(count, dtype=torch.int64), 1)
+    assert statistics.m2.item() == 0 and statistics.std.item() == 0
+
+
+def test_statistics_keep_small_differences_of_large_scores():
+    scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
+    statistics = cell_statistics(scores, torch.zeros(3, dtype=torch.int64), 1)
+    assert statistics.std.item() == pytest.approx(1.0)
+
+
+def test_step_weighted_tokens_by_hand():
+    advantages = agent_advantages(
+        torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0]), torch.tensor([2, 2, 0]), torch.tensor([0, 2, 2, 3])
+    )
+    torch.testing.assert_close(advantages, torch.tensor([0.5**0.5, 0.5**0.5, 0.0]), rtol=1e-5, atol=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(-(10**15), 10**15) | st.integers(-2, 2), st.integers(0, 3)), min_size=1, max_size=30))
+def test_dense_index_separates_exactly_the_different_rows(rows):
+    columns = [torch.tensor(column) for column in zip(*rows)]
+    index, slots = dense_index(*columns)
+    assert 0 <= index.min() and index.max() < slots <= 4 * len(rows) + 1024
+    numbers = {}
+    for row, number in zip(rows, index.tolist()):
+        assert numbers.setdefault(row, number) == number
+    assert len(set(numbers.values())) == len(numbers)
+
+
+def test_segment_mean_of_a_slot_without_rows_is_zero():
+    assert segment_mean(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), 3).tolist() == [1.5, 0, 0]
+
+
+def test_expand_rows_of_bools_and_empty_rows():
+    assert expand_rows(torch.tensor([True, False, True]), torch.tensor([2, 1, 0])).tolist() == [True, True, False]

@@ -1,0 +1,100 @@
+"""The Triton kernel against the torch reference, under Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so these tests run in a pytest process of their own, which
+`test_under_the_interpreter` starts.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_drmas.kernels.agent_advantage import agent_advantages
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+VARIANTS = [(mean, std) for mean in ("group", "agent") for std in ("group", "agent", "none")]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process that this test starts")
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
+
+
+def compare(scores, group, agent, lengths, tolerance=1e-5):
+    from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
+
+    scores, group, agent = torch.as_tensor(scores), torch.as_tensor(group), torch.as_tensor(agent)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)])
+    for mean, std in VARIANTS:
+        expected = agent_advantages(scores, group, agent, offsets, mean, std)
+        got = agent_advantages_triton(scores, group, agent, offsets, mean, std)
+        scale = max(1.0, float(expected.abs().max())) if len(expected) else 1.0
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{mean} {std}: {m}")
+
+
+@inside
+@settings(max_examples=5, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.3, 1.0, -1e6, 1e6]), st.integers(0, 5)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_any_structure(rows):
+    group, agent, scores, lengths = zip(*rows)
+    compare(torch.tensor(scores), group, agent, lengths)
+
+
+@inside
+def test_more_rows_than_a_block_and_longer_than_a_tile():
+    generator = torch.Generator().manual_seed(0)
+    rows = 100
+    compare(
+        torch.rand(rows, generator=generator) + 1000,
+        torch.randint(0, 2, (rows,), generator=generator) * 7 - 3,
+        torch.randint(0, 5, (rows,), generator=generator),
+        torch.randint(0, 150, (rows,), generator=generator),
+        tolerance=3e-4,  # float32 scores near 1000 leave four digits of their differences
+    )
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_input_types(dtype):
+    scores = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 0.25]).to(dtype)
+    compare(scores, [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 0], [3, 1, 2, 1, 1, 4])
+
+
+@inside
+def test_equal_scores_one_row_and_none():
+    compare(torch.full((7,), 0.1), [0] * 7, [0, 1, 0, 1, 0, 1, 1], [2] * 7)
+    compare(torch.tensor([0.7]), [5], [9], [3])
+    compare(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [])
+
+
+@inside
+def test_the_same_bits_every_time():
+    from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
+
+    generator = torch.Generator().manual_seed(0)
+    scores, group, agent = torch.rand(30, generator=generator), torch.arange(30) % 3, torch.arange(30) % 2
+    first, second = (agent_advantages_triton(scores, group, agent, torch.arange(31)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@inside
+def test_agent_numbers_may_be_anything():
+    compare(torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 0, 0], [10**9, -5, 10**9, -5], [1, 2, 3, 4])
