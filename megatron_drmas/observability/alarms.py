@@ -17,7 +17,7 @@ class Limit:
     most: Optional[float] = None  # absolute
     above: Optional[float] = None  # times the running median
     below: Optional[float] = None  # times the running median
-    floor: float = 0.0  # the running median counts as at least this
+    floor: float = 0.0  # a smaller running median counts as this, and nothing is below it
 
 
 LIMITS = (
@@ -65,15 +65,15 @@ class Watch:
         if value is None:
             return "is not finite"
         seen = self._seen.setdefault(key, deque(maxlen=WINDOW))
-        usual = max(median(seen), limit.floor) if len(seen) >= WARM_UP else None
+        usual = median(seen) if len(seen) >= WARM_UP else None
         seen.append(value)
         if limit.most is not None and value > limit.most:
             return f"is {value:.4g}, over {limit.most:g}"
         if usual is None:
             return None
-        if limit.above is not None and value > limit.above * usual:
+        if limit.above is not None and value > limit.above * max(usual, limit.floor):
             return f"is {value:.4g}, over {limit.above:g} times its running median {usual:.4g}"
-        if limit.below is not None and value < limit.below * usual:
+        if limit.below is not None and usual > limit.floor and value < limit.below * usual:
             return f"is {value:.4g}, under {limit.below:.2g} times its running median {usual:.4g}"
         return None
 

@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, name: str, steps: int, console: Optional[Console] = None, clock: Callable[[], float] = time.monotonic):
         self._name, self._steps = name, steps
-        self._console = console or Console(markup=False, highlight=False, soft_wrap=True)
+        self._console = console or Console()
         self._clock = clock
         self._said = clock()
         self._started = False
@@ -79,7 +79,7 @@ class Progress:
     def note(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
         self._said = self._clock()
-        self._console.print(text, style=style)
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._console.is_interactive:

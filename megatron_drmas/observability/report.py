@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
@@ -106,8 +107,8 @@ def write_report(folder: Path | str) -> Path:
     return path
 
 
-def render(run: Run) -> str:
-    """The page's HTML."""
+@cache
+def _template():
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -118,11 +119,16 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"short": short, "seen": seen, "duration": duration}
+    return environment.get_template("report.html")
+
+
+def render(run: Run) -> str:
+    """The page's HTML."""
     agents, policies = run.names("agents"), run.names("policies")
     agent_colours = {agent: index % COLOURS for index, agent in enumerate(agents)}
     policy_colours = {policy: COLOURS - 1 - index % COLOURS for index, policy in enumerate(policies)}
     alarms = [alarm for line in run.of_kind("step") for alarm in line["alarms"]]
-    return environment.get_template("report.html").render(
+    return _template().render(
         summary=run.summary,
         started=next((line["time"] for line in run.of_kind("start")), ""),
         results=results(run),

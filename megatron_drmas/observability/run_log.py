@@ -13,6 +13,7 @@
             (save the checkpoint of this step)
 """
 
+import asyncio
 import shutil
 import time
 from contextlib import contextmanager
@@ -87,10 +88,11 @@ class RunLog:
         """Finish: "finished", "interrupted" or "failed: <error>"."""
         if error is None:
             self.finish(FINISHED)
-        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+        elif isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
             self.finish("interrupted")
         else:
-            self.finish(f"failed: {type(error).__name__}: {error}")
+            first_line = f"{type(error).__name__}: {error}".split("\n")[0]
+            self.finish(f"failed: {first_line}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[str], None]]:

@@ -1,0 +1,166 @@
+"""The law of resuming: whatever was undone, the files end as those of a run that nothing disturbed."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_drmas.observability.history import read_json_lines
+from megatron_drmas.observability.records import SAMPLED
+from megatron_drmas.observability.run_log import RunLog
+from megatron_drmas.observability.summary import Summary
+
+STEPS = 6
+OF_A_START = ("startup_seconds", "restarts", "seconds", "peak_memory_gib")
+
+
+def results(folder) -> list[dict]:
+    lines = list(read_json_lines(folder / "metrics.jsonl"))
+    return [{key: value for key, value in line.items() if key != "peak_memory_gib"} for line in lines if line["kind"] in ("step", "evaluation")]
+
+
+def scalars(folder) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, repr(event.value)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def trajectories(folder) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "trajectories").iterdir()}
+
+
+def assert_same_run(folder, undisturbed, read_summary):
+    assert results(folder) == results(undisturbed)
+    assert scalars(folder) == scalars(undisturbed)
+    assert trajectories(folder) == trajectories(undisturbed)
+    ours, theirs = read_summary(folder), read_summary(undisturbed)
+    assert {key: value for key, value in ours.items() if key not in OF_A_START} == {
+        key: value for key, value in theirs.items() if key not in OF_A_START
+    }
+    for phase in ("generate", "update", "weight_sync", "evaluate"):
+        assert ours["seconds"][phase] == theirs["seconds"][phase]
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_killed_run_resumed_from_an_earlier_step_ends_like_an_undisturbed_one(tmp_path_factory, play, undisturbed, read_summary, data):
+    reached = data.draw(st.integers(1, STEPS))
+    resumed = data.draw(st.integers(1, reached))
+    torn = data.draw(st.booleans())
+    folder = tmp_path_factory.mktemp("killed")
+    play(folder, last=reached)
+    if torn:
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"kind":"step","step":')
+    play(folder, first=resumed + 1, resume_step=resumed).finish("finished")
+    assert_same_run(folder, undisturbed, read_summary)
+    assert read_summary(folder)["restarts"] == {"resumed": 1}
+
+
+def test_a_run_that_goes_back_while_it_lives_ends_like_an_undisturbed_one(tmp_path, play, undisturbed, read_summary):
+    folder = tmp_path / "rewound"
+    log = play(folder, last=5)
+    log.log_restart("engine writer")
+    log.rewind(2)
+    assert read_summary(folder)["step"] == 2
+    assert [line["step"] for line in results(folder)] == [0, 0, 1, 2]
+    log.finish("failed: stopped here")
+    play(folder, first=3, resume_step=2).finish("finished")
+    assert_same_run(folder, undisturbed, read_summary)
+    assert read_summary(folder)["restarts"] == {"engine writer": 1, "resumed": 1}
+
+
+def test_a_new_run_forgets_an_earlier_one_of_its_folder(tmp_path, play, undisturbed, read_summary):
+    folder = tmp_path / "again"
+    play(folder, last=4).finish("failed: out of memory")
+    play(folder).finish("finished")
+    assert_same_run(folder, undisturbed, read_summary)
+    assert read_summary(folder)["restarts"] == {}
+
+
+def test_the_summary_is_a_function_of_the_lines(undisturbed, read_summary):
+    rebuilt = Summary("team", 0, STEPS)
+    for line in read_json_lines(undisturbed / "metrics.jsonl"):
+        rebuilt.add(line)
+    assert rebuilt.as_dict() == read_summary(undisturbed)
+
+
+def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_summary):
+    summary = read_summary(undisturbed)
+    steps = [line for line in results(undisturbed) if line["kind"] == "step"]
+    assert summary["exact_match"] == {
+        "questions": 50, "samples": 4, "sampled": {"before": 0.2, "after": 0.8}, "greedy": {"before": 0.2, "after": 0.8},
+    }
+    assert (summary["status"], summary["step"], summary["steps"], summary["seed"]) == ("finished", STEPS, STEPS, 0)
+    assert summary["max_prob_ratio"] == max(policy["prob_ratio"] for line in steps for policy in line["policies"].values())
+    assert summary["max_logprob_diff"] == max(policy["logprob_diff_max"] for line in steps for policy in line["policies"].values())
+    assert summary["seconds"] == {
+        "start engines": 8.0, "other": 0.0, "evaluate": 24.0, "generate": 12.0, "update": 18.0, "weight_sync": 1.5,
+    }
+    assert summary["weight_sync_share"] == 0.25 / 5.25
+    assert summary["tokens_per_second"] == sum(line["tokens_generated"] for line in steps) / 12.0
+    assert (summary["masked"], summary["skipped"]) == ({"retrieval timed out": 4}, {"writer": 1})
+    assert summary["alarms"] == {"grad_norm": 1}
+    assert set(summary["agents"]) == {"verifier", "search", "answer"}  # the answerer spoke last in step 4
+    assert summary["policies"]["writer"] == steps[-1]["policies"]["writer"]
+    assert summary["peak_memory_gib"] > 0
+    assert summary["startup_seconds"] > 0
+
+
+def test_every_phase_counts_and_the_rest_is_named_other(tmp_path, play, read_summary):
+    log = play(tmp_path, last=1)
+    with log.phase("checkpoint"):
+        log._clock.now += 2
+    with log.phase("checkpoint"):
+        log._clock.now += 1
+    log._clock.now += 5
+    log.finish("finished")
+    assert (read_summary(tmp_path)["seconds"]["checkpoint"], read_summary(tmp_path)["seconds"]["other"]) == (3.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [(None, "finished"), (ValueError("a\nb"), "failed: ValueError: a"), (KeyboardInterrupt(), "interrupted"), (SystemExit(1), "interrupted")],
+)
+def test_how_a_run_ended_stands_in_its_summary(tmp_path, read_summary, error, status):
+    def run():
+        with RunLog(tmp_path, {}, "team", 0, STEPS):
+            assert read_summary(tmp_path)["status"] == "running"
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            run()
+    else:
+        run()
+    assert read_summary(tmp_path)["status"] == status
+    assert status in (tmp_path / "report.html").read_text()
+
+
+def test_an_evaluation_counts_by_step_and_mode(tmp_path, play):
+    log = play(tmp_path, last=4)
+    assert log.evaluated(3, SAMPLED)
+    assert not log.evaluated(4, SAMPLED) and not log.evaluated(3, "other")
+
+
+def test_tensorboard_tags_are_stable(undisturbed):
+    found = scalars(undisturbed)
+    assert {
+        "team/reward", "team/trajectories", "team/tokens_generated", "team/tokens_trained", "time/generate", "time/update", "time/weight_sync",
+        "time/other", "time/step", "throughput/tokens_per_second", "masked/retrieval timed out", "skipped/writer", "alarm/grad_norm/writer",
+        *(f"agent/{agent}/{metric}" for agent in ("verifier", "search", "answer") for metric in ("reward", "response_length", "calls_per_trajectory")),
+        *(f"policy/{policy}/{metric}" for policy in ("judge", "writer") for metric in ("loss", "grad_norm", "prob_ratio", "logprob_diff_max")),
+        *(f"evaluation/{mode}/{metric}" for mode in ("sampled", "greedy") for metric in ("exact_match", "pass_at_k", "by_source/1 hop", "by_source/2 hops")),
+    } == set(found)
+    assert [step for step, _ in found["team/reward"]] == list(range(1, STEPS + 1))
+    assert [step for step, _ in found["agent/answer/reward"]] == [1, 2, 3, 4, 6]
+    assert dict(found["policy/writer/grad_norm"])[5] == "nan"
+    assert [step for step, _ in found["evaluation/greedy/exact_match"]] == [0, 3, 6]
+
+
+def test_the_configuration_is_kept(tmp_path, play):
+    play(tmp_path, last=1)
+    assert "policy: judge" in (tmp_path / "config.yaml").read_text()
+    assert json.loads((tmp_path / "trajectories" / "step_000001.jsonl").read_text())["question"] == "question of step 1"
