@@ -23,7 +23,9 @@ class Series:
     points: list[tuple[int, Optional[float]]]
 
 
-def line_chart(series: Sequence[Series], log: bool = False, bounds: Optional[tuple[float, float]] = None, bins: str = "mean") -> Markup:
+def line_chart(
+    series: Sequence[Series], log: bool = False, bounds: Optional[tuple[float, float]] = None, bins: str = "mean"
+) -> Markup:
     """An SVG chart of some lines over steps.
 
     Args:
@@ -47,7 +49,8 @@ def line_chart(series: Sequence[Series], log: bool = False, bounds: Optional[tup
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * place_y(value)
 
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(", ".join(line.name for line in lines))} by step">']
+    names = escape(", ".join(line.name for line in lines))
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{names} by step">']
     for value, label in ticks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{label}</text>')
@@ -87,7 +90,9 @@ def _binned(points: list[tuple[int, Optional[float]]], bins: str) -> list[tuple[
     return binned
 
 
-def _linear_axis(values: list[float], bounds: Optional[tuple[float, float]]) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
+def _linear_axis(
+    values: list[float], bounds: Optional[tuple[float, float]]
+) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
     low, high = min(values + list(bounds or ())), max(values + list(bounds or ()))
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
@@ -130,7 +135,11 @@ def _line(line: Series, x: Callable[[float], float], y: Callable[[float], float]
         elif run:
             parts.append(f'<polyline class="c{line.colour} line" points="{" ".join(run)}"/>')
         run = []
-    parts += [f'<text class="bad" x="{x(step):.1f}" y="{TOP + 4}" text-anchor="middle">×</text>' for step, value in line.points if value is None]
+    parts += [
+        f'<text class="bad" x="{x(step):.1f}" y="{TOP + 4}" text-anchor="middle">×</text>'
+        for step, value in line.points
+        if value is None
+    ]
     return "".join(parts)
 
 
@@ -141,9 +150,11 @@ def _readouts(lines: list[Series], steps: list[int], x: Callable[[float], float]
     for index, step in enumerate(steps):
         left = x((steps[index - 1] + step) / 2) if index else LEFT
         right = x((steps[index + 1] + step) / 2) if index + 1 < len(steps) else WIDTH - RIGHT
-        shown = [(line, found[step]) for line, found in zip(lines, values) if step in found]
+        shown = [(line, found[step]) for line, found in zip(lines, values, strict=True) if step in found]
         dots = "".join(
-            f'<circle class="c{line.colour} dot" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>' for line, value in shown if value is not None
+            f'<circle class="c{line.colour} dot" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>'
+            for line, value in shown
+            if value is not None
         )
         text = "".join(f'<tspan class="c{line.colour} value" dx="7">{short(value)}</tspan>' for line, value in shown)
         parts.append(

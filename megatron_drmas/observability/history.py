@@ -49,7 +49,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: {error}; remove the line or restore the file") from error
             if not isinstance(line, dict):
-                raise ValueError(f"{path}:{number}: {text.strip()[:80]} is not a JSON object; remove the line or restore the file")
+                raise ValueError(
+                    f"{path}:{number}: {text.strip()[:80]} is not a JSON object; remove the line or restore the file"
+                )
             yield line
 
 

@@ -29,7 +29,12 @@ class Progress:
         self._started = False
         self._news: dict[str, str] = {}
         self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), TextColumn("{task.fields[news]}", markup=False))
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(24),
+            TextColumn("{task.fields[news]}", markup=False),
+        )
         self._bars = Bars(*columns, console=self._console, transient=True, refresh_per_second=4)
         self._task = self._bars.add_task("", total=None, news="")
         if self._console.is_interactive:
@@ -74,7 +79,9 @@ class Progress:
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
         self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']}"
-        self.note(f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions")
+        self.note(
+            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions"
+        )
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
@@ -106,6 +113,7 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
     for mode in ("sampled", "greedy"):
         before, after = match[mode]["before"], match[mode]["after"]
         if before is not None and after is not None:
-            lines.append(f"exact match, {mode}: {before:.3f} → {after:.3f} ({after - before:+.3f}) on {match['questions']} held-out questions")
+            change = f"{before:.3f} → {after:.3f} ({after - before:+.3f})"
+            lines.append(f"exact match, {mode}: {change} on {match['questions']} held-out questions")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

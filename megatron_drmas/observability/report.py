@@ -96,7 +96,9 @@ def load_run(folder: Path) -> Run:
         summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         lines=list(read_json_lines(folder / "metrics.jsonl")),
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
-        trajectories=[(int(path.stem.removeprefix("step_")), list(read_json_lines(path))) for path in dict.fromkeys(files[:1] + files[-1:])],
+        trajectories=[
+            (int(path.stem.removeprefix("step_")), list(read_json_lines(path))) for path in dict.fromkeys(files[:1] + files[-1:])
+        ],
     )
 
 
@@ -161,7 +163,9 @@ def results(run: Run) -> list[dict[str, Any]]:
         last = after or before
         everything = "all questions"
         values = [{everything: line, **line["by_source"]} if line else {} for line in (before, after)]
-        rows = [_change(name, *(value.get(name) for value in values)) for name in dict.fromkeys([everything, *values[0], *values[1]])]
+        rows = [
+            _change(name, *(value.get(name) for value in values)) for name in dict.fromkeys([everything, *values[0], *values[1]])
+        ]
         pass_at_k = [line and line["pass_at_k"] for line in (before, after)]
         tables.append({"mode": mode, "samples": last["samples"], "step": last["step"], "rows": rows, "pass_at_k": pass_at_k})
     return tables
@@ -172,7 +176,9 @@ def _change(name: str, before: Optional[dict[str, Any]], after: Optional[dict[st
     row |= {"before": before and before["exact_match"], "after": after and after["exact_match"]}
     if before and after:
         row["change"] = row["after"] - row["before"]
-        row["error"] = math.sqrt(sum(part["exact_match"] * (1 - part["exact_match"]) / part["questions"] for part in (before, after)))
+        row["error"] = math.sqrt(
+            sum(part["exact_match"] * (1 - part["exact_match"]) / part["questions"] for part in (before, after))
+        )
     return row
 
 
@@ -184,12 +190,15 @@ def team_charts(run: Run) -> list[dict[str, Any]]:
         reward = Series("reward", 0, [(line["step"], line["reward"]) for line in steps])
         charts.append({"title": "Reward", "hint": "mean over trajectories", "svg": line_chart([reward], bounds=(0.0, 0.0))})
     found = {
-        mode: [(line["step"], line["exact_match"]) for line in run.of_kind("evaluation") if line["mode"] == mode] for mode in (SAMPLED, GREEDY)
+        mode: [(line["step"], line["exact_match"]) for line in run.of_kind("evaluation") if line["mode"] == mode]
+        for mode in (SAMPLED, GREEDY)
     }
     modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
     if any(len(mode.points) > 1 for mode in modes):
         legend = [(mode.name, mode.colour) for mode in modes]
-        charts.append({"title": "Exact match", "hint": "held-out questions", "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))})
+        charts.append(
+            {"title": "Exact match", "hint": "held-out questions", "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))}
+        )
     return charts
 
 
@@ -200,7 +209,9 @@ def speed_charts(run: Run) -> list[dict[str, Any]]:
         return []
     spent = Series("seconds", 0, [(line["step"], sum(line["seconds"].values())) for line in steps])
     timed = [line for line in steps if line["seconds"].get(GENERATE)]
-    speed = Series("tokens per second", 0, [(line["step"], line["tokens_generated"] / line["seconds"][GENERATE]) for line in timed])
+    speed = Series(
+        "tokens per second", 0, [(line["step"], line["tokens_generated"] / line["seconds"][GENERATE]) for line in timed]
+    )
     return [
         {"title": "Seconds per step", "hint": "", "svg": line_chart([spent], bounds=(0.0, 0.0))},
         {"title": "Tokens per second", "hint": "of generation", "svg": line_chart([speed], bounds=(0.0, 0.0))},
@@ -214,7 +225,10 @@ def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str
     first = {plot.metric for plot in plots}
     drawn = {plot.metric: plot for plot in (*AGENT_PLOTS, *POLICY_PLOTS)}
     charts = []
-    for plot in [*plots, *(drawn.get(key) or Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in first)]:
+    for plot in [
+        *plots,
+        *(drawn.get(key) or Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in first),
+    ]:
         lines = [Series(name, colour, _points(steps, scope, name, plot)) for name, colour in colours.items()]
         changes = any(len({value for _, value in line.points}) > 1 for line in lines)
         if any(line.points for line in lines) and (plot.metric in first or changes):
@@ -240,7 +254,12 @@ def phases(run: Run) -> list[dict[str, Any]]:
                 totals[phase] = totals.get(phase, 0.0) + seconds
         whole = sum(totals.values())
         rows = [
-            {"name": phase, "colour": order.index(phase) % COLOURS if phase in order else None, "seconds": seconds, "share": seconds / whole}
+            {
+                "name": phase,
+                "colour": order.index(phase) % COLOURS if phase in order else None,
+                "seconds": seconds,
+                "share": seconds / whole,
+            }
             for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
             if seconds > 0.001 * whole
         ]
@@ -264,13 +283,15 @@ def choose(trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seen(text: str) -> str:
-    """`text` with what cannot be seen, or turns the direction of the text around, spelled out; cut after `MOST_TEXT` characters."""
+    """`text` with hidden characters, and those that turn its direction, spelled out; cut after `MOST_TEXT` characters."""
     shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MOST_TEXT])
     return shown + (f"\n… and {len(text) - MOST_TEXT} more characters" if len(text) > MOST_TEXT else "")
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_drmas.observability.report", description="Rebuild report.html of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_drmas.observability.report", description="Rebuild report.html of a run."
+    )
     parser.add_argument("run_dir", type=Path, help="the run's folder, <output_dir>/<name>")
     args = parser.parse_args(argv)
     try:

@@ -29,7 +29,10 @@ class Clock:
 
 def step_record(step: int) -> StepRecord:
     draw = random.Random(step).random
-    agents = {agent: {"reward": draw(), "response_length": 5 + draw(), "calls_per_trajectory": 1.0} for agent in ("verifier", "search", "answer")}
+    agents = {
+        agent: {"reward": draw(), "response_length": 5 + draw(), "calls_per_trajectory": 1.0}
+        for agent in ("verifier", "search", "answer")
+    }
     policies = {
         policy: {"loss": draw(), "grad_norm": 0.5 + draw(), "prob_ratio": 1 + 1e-5 * draw(), "logprob_diff_max": 1e-4 * draw()}
         for policy in ("judge", "writer")
@@ -38,8 +41,15 @@ def step_record(step: int) -> StepRecord:
         policies["writer"]["grad_norm"] = float("nan")
         del agents["answer"]
     return StepRecord(
-        step, draw(), trajectories=32, tokens_generated=1000 + step, tokens_trained=900, agents=agents, policies=policies,
-        masked={"retrieval timed out": 2} if step in (2, 5) else {}, skipped={"writer": 1} if step == 5 else {},
+        step,
+        draw(),
+        trajectories=32,
+        tokens_generated=1000 + step,
+        tokens_trained=900,
+        agents=agents,
+        policies=policies,
+        masked={"retrieval timed out": 2} if step in (2, 5) else {},
+        skipped={"writer": 1} if step == 5 else {},
     )
 
 
@@ -50,7 +60,10 @@ def evaluation_record(step: int, mode: str) -> EvaluationRecord:
 
 
 def trajectory_record(step: int, text: str = "") -> TrajectoryRecord:
-    turns = [TurnText("verifier", "who is the mayor of Bexo ?" + text, "<verify>yes</verify>", True), TurnText("answer", "…", text, False)]
+    turns = [
+        TurnText("verifier", "who is the mayor of Bexo ?" + text, "<verify>yes</verify>", True),
+        TurnText("answer", "…", text, False),
+    ]
     return TrajectoryRecord(f"question of step {step}", ["Tarvel"], text or None, 0.0, turns, "1 hop")
 
 

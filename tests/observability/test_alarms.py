@@ -40,7 +40,10 @@ def test_a_spike_over_five_medians_alarms_once(values, factor):
 
 def test_an_alarm_names_step_policy_and_agents():
     (alarm,) = raised([1.0] * WARM_UP + [50.0])[-1]
-    assert alarm["message"] == f"step {WARM_UP + 1}: grad_norm of policy writer (agents search, answer) is 50, over 5 times its running median 1"
+    assert (
+        alarm["message"]
+        == f"step {WARM_UP + 1}: grad_norm of policy writer (agents search, answer) is 50, over 5 times its running median 1"
+    )
 
 
 @pytest.mark.parametrize(

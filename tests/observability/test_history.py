@@ -85,7 +85,11 @@ def test_cut_undoes_results_and_keeps_events(tmp_path):
         history.append({"kind": kind, "step": step})
     history.cut(2)
     assert [(line["kind"], line["step"]) for line in history] == [
-        ("start", 0), ("evaluation", 0), ("step", 1), ("step", 2), ("restart", 2),
+        ("start", 0),
+        ("evaluation", 0),
+        ("step", 1),
+        ("step", 2),
+        ("restart", 2),
     ]
 
 

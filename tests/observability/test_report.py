@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -12,7 +13,7 @@ from megatron_drmas.observability.report import MOST_TEXT, choose, load_run, mai
 
 HOSTILE = (
     "</pre></script><script>alert(1)</script><img src=http://x.invalid/a onerror=alert(1)> <a href='javascript:1'>x</a> "
-    "\" onload=\"x <!-- <style>*{display:none}</style> {{ 7 * 7 }} {% raise %} &lt; \u202egnp.exe \x00\x1b[31m \ud800 </html>"
+    '" onload="x <!-- <style>*{display:none}</style> {{ 7 * 7 }} {% raise %} &lt; \u202egnp.exe \x00\x1b[31m \ud800 </html>'
 )
 
 
@@ -52,9 +53,26 @@ def test_the_page_loads_and_runs_nothing(folder):
     text = (folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     tags = {tag for tag, _ in page.elements}
-    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a", "video", "audio", "source", "use", "image"}
+    assert not tags & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "a",
+        "video",
+        "audio",
+        "source",
+        "use",
+        "image",
+    }
     attributes = {(name, value) for _, found in page.elements for name, value in found.items()}
-    assert not [name for name, _ in attributes if name in ("src", "href", "xlink:href", "srcset", "action") or name.startswith("on")]
+    assert not [
+        name for name, _ in attributes if name in ("src", "href", "xlink:href", "srcset", "action") or name.startswith("on")
+    ]
     assert not re.search(r"url\(|@import", text.split("</style>")[0])
     policy = next(found["content"] for tag, found in page.elements if found.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'") and "script-src" not in policy
@@ -111,8 +129,18 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, capsys):
 
 def test_it_shows_results_by_hop_alarms_configuration_and_counts(folder):
     text = (folder / "report.html").read_text(encoding="utf-8")
-    for part in ("0.200 → 0.800", "2 hops", "pass@4", "grad_norm of policy writer (agents search, answer) is not finite",
-                 "retrieval timed out", "policy: judge", "weight_sync", "verifier", "Gradient norm", "question of step 6"):
+    for part in (
+        "0.200 → 0.800",
+        "2 hops",
+        "pass@4",
+        "grad_norm of policy writer (agents search, answer) is not finite",
+        "retrieval timed out",
+        "policy: judge",
+        "weight_sync",
+        "verifier",
+        "Gradient norm",
+        "question of step 6",
+    ):
         assert part in text
     rows = {row["name"]: row for row in results(load_run(folder))[0]["rows"]}
     assert rows["2 hops"]["change"] == pytest.approx(0.3)
@@ -126,7 +154,10 @@ def test_a_run_without_a_step_has_a_report(tmp_path, play):
 
 
 def test_trajectories_to_read_show_the_extremes():
-    made = [{"reward": reward, "turns": [{"valid": valid}] * turns} for reward, valid, turns in ((0, True, 1), (1, True, 2), (0.5, False, 1), (0.2, True, 9))]
+    made = [
+        {"reward": reward, "turns": [{"valid": valid}] * turns}
+        for reward, valid, turns in ((0, True, 1), (1, True, 2), (0.5, False, 1), (0.2, True, 9))
+    ]
     assert choose(made) == [made[1], made[0], made[2], made[3]]
     assert choose([]) == [] and choose(made[:1]) == made[:1]
 
@@ -141,7 +172,7 @@ def test_a_line_rises_with_its_values_on_either_axis(values, log):
     svg = line_chart([Series("a", 0, list(enumerate(values)))], log=log)
     drawn = heights(svg)
     order = sorted(range(len(values)), key=values.__getitem__)
-    assert all(drawn[low] <= drawn[high] for low, high in zip(order, order[1:]))
+    assert all(drawn[low] <= drawn[high] for low, high in pairwise(order))
     assert all(0 <= height <= HEIGHT for height in drawn)
 
 

@@ -18,7 +18,11 @@ OF_A_START = ("startup_seconds", "restarts", "seconds", "peak_memory_gib")
 
 def results(folder) -> list[dict]:
     lines = list(read_json_lines(folder / "metrics.jsonl"))
-    return [{key: value for key, value in line.items() if key != "peak_memory_gib"} for line in lines if line["kind"] in ("step", "evaluation")]
+    return [
+        {key: value for key, value in line.items() if key != "peak_memory_gib"}
+        for line in lines
+        if line["kind"] in ("step", "evaluation")
+    ]
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:
@@ -44,7 +48,9 @@ def assert_same_run(folder, undisturbed, read_summary):
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_killed_run_resumed_from_an_earlier_step_ends_like_an_undisturbed_one(tmp_path_factory, play, undisturbed, read_summary, data):
+def test_a_killed_run_resumed_from_an_earlier_step_ends_like_an_undisturbed_one(
+    tmp_path_factory, play, undisturbed, read_summary, data
+):
     reached = data.draw(st.integers(1, STEPS))
     resumed = data.draw(st.integers(1, reached))
     torn = data.draw(st.booleans())
@@ -90,13 +96,23 @@ def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_sum
     summary = read_summary(undisturbed)
     steps = [line for line in results(undisturbed) if line["kind"] == "step"]
     assert summary["exact_match"] == {
-        "questions": 50, "samples": 4, "sampled": {"before": 0.2, "after": 0.8}, "greedy": {"before": 0.2, "after": 0.8},
+        "questions": 50,
+        "samples": 4,
+        "sampled": {"before": 0.2, "after": 0.8},
+        "greedy": {"before": 0.2, "after": 0.8},
     }
     assert (summary["status"], summary["step"], summary["steps"], summary["seed"]) == ("finished", STEPS, STEPS, 0)
     assert summary["max_prob_ratio"] == max(policy["prob_ratio"] for line in steps for policy in line["policies"].values())
-    assert summary["max_logprob_diff"] == max(policy["logprob_diff_max"] for line in steps for policy in line["policies"].values())
+    assert summary["max_logprob_diff"] == max(
+        policy["logprob_diff_max"] for line in steps for policy in line["policies"].values()
+    )
     assert summary["seconds"] == {
-        "start engines": 8.0, "other": 0.0, "evaluate": 24.0, "generate": 12.0, "update": 18.0, "weight_sync": 1.5,
+        "start engines": 8.0,
+        "other": 0.0,
+        "evaluate": 24.0,
+        "generate": 12.0,
+        "update": 18.0,
+        "weight_sync": 1.5,
     }
     assert summary["weight_sync_share"] == 0.25 / 5.25
     assert summary["tokens_per_second"] == sum(line["tokens_generated"] for line in steps) / 12.0
@@ -121,7 +137,12 @@ def test_every_phase_counts_and_the_rest_is_named_other(tmp_path, play, read_sum
 
 @pytest.mark.parametrize(
     "error, status",
-    [(None, "finished"), (ValueError("a\nb"), "failed: ValueError: a"), (KeyboardInterrupt(), "interrupted"), (SystemExit(1), "interrupted")],
+    [
+        (None, "finished"),
+        (ValueError("a\nb"), "failed: ValueError: a"),
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(1), "interrupted"),
+    ],
 )
 def test_how_a_run_ended_stands_in_its_summary(tmp_path, read_summary, error, status):
     def run():
@@ -148,11 +169,34 @@ def test_an_evaluation_counts_by_step_and_mode(tmp_path, play):
 def test_tensorboard_tags_are_stable(undisturbed):
     found = scalars(undisturbed)
     assert {
-        "team/reward", "team/trajectories", "team/tokens_generated", "team/tokens_trained", "time/generate", "time/update", "time/weight_sync",
-        "time/other", "time/step", "throughput/tokens_per_second", "masked/retrieval timed out", "skipped/writer", "alarm/grad_norm/writer",
-        *(f"agent/{agent}/{metric}" for agent in ("verifier", "search", "answer") for metric in ("reward", "response_length", "calls_per_trajectory")),
-        *(f"policy/{policy}/{metric}" for policy in ("judge", "writer") for metric in ("loss", "grad_norm", "prob_ratio", "logprob_diff_max")),
-        *(f"evaluation/{mode}/{metric}" for mode in ("sampled", "greedy") for metric in ("exact_match", "pass_at_k", "by_source/1 hop", "by_source/2 hops")),
+        "team/reward",
+        "team/trajectories",
+        "team/tokens_generated",
+        "team/tokens_trained",
+        "time/generate",
+        "time/update",
+        "time/weight_sync",
+        "time/other",
+        "time/step",
+        "throughput/tokens_per_second",
+        "masked/retrieval timed out",
+        "skipped/writer",
+        "alarm/grad_norm/writer",
+        *(
+            f"agent/{agent}/{metric}"
+            for agent in ("verifier", "search", "answer")
+            for metric in ("reward", "response_length", "calls_per_trajectory")
+        ),
+        *(
+            f"policy/{policy}/{metric}"
+            for policy in ("judge", "writer")
+            for metric in ("loss", "grad_norm", "prob_ratio", "logprob_diff_max")
+        ),
+        *(
+            f"evaluation/{mode}/{metric}"
+            for mode in ("sampled", "greedy")
+            for metric in ("exact_match", "pass_at_k", "by_source/1 hop", "by_source/2 hops")
+        ),
     } == set(found)
     assert [step for step, _ in found["team/reward"]] == list(range(1, STEPS + 1))
     assert [step for step, _ in found["agent/answer/reward"]] == [1, 2, 3, 4, 6]
