@@ -99,6 +99,7 @@ class Family:
     layer: tuple[Rule, ...]  # rules in {layer} (and {expert})
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: bool = False  # every layer is a mixture of experts
     llama3_rope: bool = False  # the family comes with Llama 3 RoPE scaling
     default_head_dim: Optional[int] = None  # head_dim when the config has none; None: hidden / heads
     requires: dict[str, Any] = field(default_factory=dict)  # config keys that, where present, must have this value
@@ -181,4 +182,11 @@ class Family:
         return float(theta), float(rope["factor"])
 
     def _experts(self, config: dict) -> dict:
-        return {}
+        if not self.moe:
+            return {}
+        return {
+            "experts": self._get(config, "num_experts"),
+            "experts_per_token": self._get(config, "num_experts_per_tok"),
+            "expert_ffn": self._get(config, "moe_intermediate_size"),
+            "normalise_experts": bool(config.get("norm_topk_prob", False)),
+        }
