@@ -36,14 +36,14 @@ pip_install() {
   (
     while sleep 1 && kill -0 $$ 2>/dev/null; do
       ((SECONDS % 15 == 0)) || [ -t 1 ] || continue
-      fetched=$(grep -c -E '^(Collecting|Requirement already)' "$LOG" || true)
+      fetched=$(grep -c -E '^(Collecting|Processing|Requirement already)' "$LOG" || true)
       installed=$(find "$VENV"/lib/python3.11/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
       line="[${0##*/}] $fetched of $count packages fetched, $installed installed, $SECONDS s"
       if [ -t 1 ]; then printf '\r\033[K%s' "$line"; else echo "$line"; fi
     done
-  ) &
+  ) 9>&- &
   progress=$!
-  run_group "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --no-deps "$@" >>"$LOG" 2>&1 || status=$?
+  run_group "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --no-deps "$@" >>"$LOG" 2>&1 9>&- || status=$?
   kill "$progress" 2>/dev/null || true
   wait "$progress" 2>/dev/null || true
   [ ! -t 1 ] || printf '\r\033[K'
@@ -74,7 +74,7 @@ esac
 lock=$ROOT/requirements/$platform.lock
 stamp=$(cat "$lock" "$ROOT/setup.py" <(echo "$platform $ROOT") | sha256sum | cut -d' ' -f1)
 
-exec 9>>"$ROOT/.venv.lock"
+exec 9>>"$ROOT/.venv.lock" # children get it closed: one that lives on must not hold the lock
 if ! flock --nonblock 9; then
   say "another set-up of this folder is running; waiting for it"
   flock 9

@@ -22,11 +22,11 @@ class MathEnvironment(Environment):
         self._grader = Grader(config.grader.workers, config.grader.timeout_s, config.grader.memory_mib)
 
     async def __aenter__(self) -> "MathEnvironment":
-        self._grader.start()
+        await self._grader.start()
         return self
 
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
-        self._grader.close()
+        await self._grader.close()
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
         if outcome.answer is None:

@@ -25,7 +25,7 @@ from megatron_drmas.environments.bm25_index import Bm25Index, CorpusError, Passa
 
 MAX_QUERIES = 1024  # in one request
 MAX_TOPK = 100
-MAX_QUERY_CHARS = 4096
+MAX_QUERY_CHARS = 16384
 
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
