@@ -1,0 +1,138 @@
+"""A configuration that cannot work is refused in one line that names the key, the value and the remedy."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
+from megatron_drmas.config.validate import validate
+from tools.tiny_team.models import POLICIES, build_model, save_policy
+
+RECIPES = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def team_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("team")
+    for policy in POLICIES:
+        save_policy(build_model(policy, seed=0), folder / policy)
+    (folder / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    (folder / "eval.jsonl").write_text('{"question": "q", "answers": ["a", "b"]}\n')
+    (folder / "corpus.jsonl").write_text('{"id": "0", "contents": "c"}\n')
+    return folder
+
+
+@pytest.fixture
+def compose(team_dir):
+    """Compose the default recipe on the small models of this module, and check it."""
+
+    def checked(*overrides, folder=team_dir):
+        config = compose_config("search_hetero", [f"variables.tiny_team={folder}", *overrides])
+        validate(config)
+        return config
+
+    return checked
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_validates_and_prints(recipe):
+    config = compose_config(recipe, [])
+    validate(config, files=False)
+    assert f"name: {config.name}" in to_yaml(config)
+
+
+@pytest.mark.parametrize("override, key, value", [
+    ("nosuch=1", "nosuch", "1"),
+    ("+nosuch=1", "nosuch", "1"),
+    ("+policies.qwen2.nosuch=1", "policies.qwen2.nosuch", "1"),
+    ("rollout.temprature=1", "rollout.temprature", "1"),
+    ("steps=many", "steps", "many"),
+    ("steps=-1", "steps", "-1"),
+    ("precision=fp9", "precision", "fp9"),
+    ("precision.mode=fp9", "precision.mode", "fp9"),
+    ("team.agents.answer.policy=nobody", "team.agents.answer.policy", "nobody"),
+    ("team.agents.answer.parser=guess", "team.agents.answer.parser", "guess"),
+    ("team.agents.answer.prompt='{{'", "team.agents.answer.prompt", "Jinja"),
+    ("~team.agents.answer", "team.agents.answer", "missing"),
+    ("team.workflow.name=chat", "team.workflow.name", "chat"),
+    ("policies.qwen2.parallel.tensor=3", "policies.qwen2.parallel.tensor", "3"),
+    ("policies.qwen2.engine.tensor=3", "policies.qwen2.engine.tensor", "3"),
+    ("policies.llama.parallel.pipeline=3", "policies.llama.parallel.pipeline", "3"),
+    ("policies.llama.parallel.sequence=true", "policies.llama.parallel.sequence", "True"),
+    ("policies.llama.model=/nonexistent", "policies.llama.model", "/nonexistent"),
+    ("policies.llama.engine.max_model_len=64", "policies.llama.engine.max_model_len", "64"),
+    ("data.train=/nonexistent.jsonl", "data.train", "/nonexistent.jsonl"),
+    ("environment.name=math", "environment.name", "math"),
+    ("environment.retrieval.corpus=/nonexistent", "environment.retrieval.corpus", "/nonexistent"),
+    ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
+    ("rollout.top_p=0", "rollout.top_p", "0"),
+    ("rollout.temperature=0", "rollout.temperature", "0"),
+])
+def test_a_bad_setting_is_named(compose, override, key, value):
+    with pytest.raises(ConfigError) as caught:
+        compose(override)
+    message = str(caught.value)
+    assert message.startswith(key) and value in message and "\n" not in message and ";" in message
+
+
+def test_the_default_recipe_is_accepted(compose):
+    assert set(compose().policies) == {"qwen2", "llama"}
+
+
+@pytest.mark.parametrize("mapping", [
+    {"verifier": "qwen2", "search": "qwen2", "answer": "qwen2"},
+    {"verifier": "qwen2", "search": "llama", "answer": "third"},
+])
+def test_any_map_of_agents_to_policies_composes(compose, team_dir, mapping):
+    unused = {"qwen2", "llama"} - set(mapping.values())
+    extra = ["+policy@policies.third=tiny", f"policies.third.model={team_dir}/llama"] if "third" in mapping.values() else []
+    drop = [f"~policies.{name}" for name in unused] + [f"~policy@policies.{name}" for name in unused]
+    config = compose(*extra, *drop, *(f"team.agents.{agent}.policy={policy}" for agent, policy in mapping.items()))
+    assert {name: agent.policy for name, agent in config.team.agents.items()} == mapping
+
+
+def test_prompts_longer_than_the_model_are_refused(compose):
+    with pytest.raises(ConfigError, match="positions"):
+        compose("rollout.max_prompt_tokens=1000000", "policies.qwen2.engine.max_model_len=2000000", "policies.llama.engine.max_model_len=2000000")
+
+
+@pytest.fixture
+def broken(tmp_path, team_dir):
+    return shutil.copytree(team_dir, tmp_path / "broken")
+
+
+def test_a_family_that_is_not_known_is_named(compose, broken):
+    config = json.loads((broken / "llama" / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    (broken / "llama" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="policies.llama.model.*MambaForCausalLM"):
+        compose(folder=broken)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(compose, broken):
+    for file in ("chat_template.jinja", "chat_template.json"):
+        (broken / "qwen2" / file).unlink(missing_ok=True)
+    path = broken / "qwen2" / "tokenizer_config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "chat_template"}))
+    with pytest.raises(ConfigError, match="policies.qwen2.model.*chat template"):
+        compose(folder=broken)
+
+
+@pytest.mark.parametrize("content, line", [("", None), ('{"question": "q", "answer": "a"}\n{oops\n', 2), ('{"question": "q"}\n', 1)])
+def test_bad_data_is_refused_by_file_and_line(compose, broken, content, line):
+    (broken / "train.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match="data.train.*train.jsonl") as caught:
+        compose(folder=broken)
+    assert line is None or f"line {line}" in str(caught.value)
+
+
+def test_the_command_says_one_line_and_fails():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_drmas.train", "nosuch.key=1"], capture_output=True, text=True, cwd=Path(CONFIG_DIR).parent,
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "nosuch.key" in done.stderr

@@ -1,0 +1,50 @@
+"""A parser accepts exactly one well-formed output."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_drmas.config.schema import AgentConfig
+from megatron_drmas.team.parsing import last_boxed, parse_boxed, parse_tag, parse_text
+
+ANSWER = AgentConfig(policy="p", prompt="", tag="answer")
+VERDICT = AgentConfig(policy="p", prompt="", tag="verify", choices=["yes", "no"])
+
+
+@pytest.mark.parametrize("text, content", [
+    ("<answer> Paris </answer>", "Paris"),
+    ("thinking … <answer>Paris</answer> done", "Paris"),
+    ("</answer><answer>", None),
+    ("</answer> x <answer>Paris</answer>", None),
+    ("<answer>Paris", None),
+    ("<answer></answer>", None),
+    ("<answer>  </answer>", None),
+    ("<answer>a</answer><answer>b</answer>", None),
+    ("<answer><answer>a</answer>", None),
+    ("", None),
+])
+def test_tag(text, content):
+    assert parse_tag(text, ANSWER) == content
+
+
+@pytest.mark.parametrize("text, content", [("<verify>YES</verify>", "yes"), ("<verify>no</verify>", "no"), ("<verify>maybe</verify>", None), ("yes", None)])
+def test_choices(text, content):
+    assert parse_tag(text, VERDICT) == content
+
+
+@given(content=st.text(min_size=1).map(str.strip).filter(lambda s: s and "<answer>" not in s and "</answer>" not in s), around=st.text(max_size=5))
+def test_any_content_survives_its_tags(content, around):
+    around = around.replace("<", "").replace(">", "")
+    assert parse_tag(f"{around}<answer>{content}</answer>{around}", ANSWER) == content
+
+
+@pytest.mark.parametrize("text, content", [
+    (r"so \boxed{4}", "4"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{4", None), (r"\boxed{}", None), ("4", None),
+])
+def test_boxed(text, content):
+    assert last_boxed(text) == content
+    assert (parse_boxed(text, ANSWER) is None) == (content is None)
+
+
+def test_text_is_anything_that_is_not_blank():
+    assert parse_text(" a ", ANSWER) == "a" and parse_text(" \n", ANSWER) is None

@@ -1,0 +1,89 @@
+"""Who speaks when, with scripted agents."""
+
+import asyncio
+
+import pytest
+
+import megatron_drmas.workflows  # noqa: F401
+from megatron_drmas.config.schema import WorkflowConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Turn
+from megatron_drmas.team.workflow import WORKFLOWS, Workflow, register_workflow
+
+QUESTION = Question("0", "who?", ("x",))
+
+
+class Script:
+    """A context whose agents say what a script tells them; None is a malformed output."""
+
+    def __init__(self, lines):
+        self.lines = {agent: list(contents) for agent, contents in lines.items()}
+        self.calls, self.queries, self.histories = [], [], []
+
+    async def call(self, agent, **variables):
+        self.calls.append(agent)
+        self.histories.append(list(variables.get("history", [])))
+        content = self.lines[agent].pop(0)
+        return Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], "stop", 0, content or "garbage", content)
+
+    async def retrieve(self, query):
+        self.queries.append(query)
+        return [f"about {query}"]
+
+
+def run(name, lines, **config):
+    script = Script(lines)
+    outcome = asyncio.run(WORKFLOWS[name](WorkflowConfig(name=name, **config)).run(script, QUESTION))
+    return script, outcome
+
+
+def test_search_goes_on_until_the_verifier_says_yes():
+    script, outcome = run("search", {"verifier": ["no", "yes"], "search": ["x"], "answer": ["y"]})
+    assert script.calls == ["verifier", "search", "verifier", "answer"]
+    assert outcome.answer == "y" and script.queries == ["x"]
+    assert script.histories[-1][0].passages == ["about x"]
+
+
+def test_a_malformed_verdict_counts_as_no():
+    script, outcome = run("search", {"verifier": [None, "yes"], "search": ["x"], "answer": ["y"]})
+    assert script.calls == ["verifier", "search", "verifier", "answer"] and outcome.answer == "y"
+
+
+def test_a_malformed_query_finds_nothing():
+    script, _ = run("search", {"verifier": ["no", "yes"], "search": [None], "answer": ["y"]})
+    assert script.queries == [] and script.histories[-1] == []
+
+
+def test_a_verifier_that_never_says_yes_gives_no_answer():
+    script, outcome = run("search", {"verifier": ["no"] * 4, "search": ["a", "b", "c"], "answer": []}, max_turns=4)
+    assert outcome.answer is None and script.calls.count("verifier") == 4 and "answer" not in script.calls
+
+
+def test_a_malformed_answer_is_no_answer():
+    assert run("search", {"verifier": ["yes"], "search": [], "answer": [None]})[1].answer is None
+
+
+@pytest.mark.parametrize("history", [0, 1, 2])
+def test_history_shows_the_latest_turns(history):
+    script, _ = run("search", {"verifier": ["no", "no", "yes"], "search": ["a", "b"], "answer": ["y"]}, history=history)
+    assert [step.query for step in script.histories[-1]] == ["a", "b"][2 - history:]
+
+
+def test_math_stops_at_the_first_approval():
+    script, outcome = run("math", {"solver": ["s1", "s2"], "verifier": ["reject", "approve"]}, max_turns=5)
+    assert script.calls == ["solver", "verifier"] * 2 and outcome.answer == "s2" and outcome.info["approved"]
+
+
+def test_math_takes_the_last_solution_when_loops_run_out():
+    script, outcome = run("math", {"solver": ["s1", "s2"], "verifier": [None, "reject"]}, max_turns=2)
+    assert outcome.answer == "s2" and not outcome.info["approved"] and len(script.histories[-1]) == 1
+
+
+def test_single_is_one_call():
+    script, outcome = run("single", {"solver": ["s"]})
+    assert script.calls == ["solver"] and outcome.answer == "s"
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="search"):
+        register_workflow("search")(Workflow)
