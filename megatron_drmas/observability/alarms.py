@@ -44,12 +44,17 @@ class Watch:
         """The alarms of one step; takes the step into the running medians.
 
         Args:
-            line: step, agents and policies as in metrics.jsonl: metrics by name, None for a value that is not finite.
+            line: step, skipped, agents and policies as in metrics.jsonl: metrics by name, None for a value that is not
+                finite.
 
         Returns:
             One dictionary an alarm: metric, who (agent or policy), value, message.
         """
         alarms = []
+        for policy, count in line["skipped"].items():
+            problem = f"skipped {count} optimizer step(s): the gradient was not finite"
+            message = f"step {line['step']}: {self._called('policies', policy)} {problem}"
+            alarms.append({"metric": "skipped", "who": policy, "value": count, "message": message})
         for limit in LIMITS:
             for scope in ("agents", "policies"):
                 for who, metrics in line[scope].items():

@@ -10,7 +10,7 @@ from typing import Callable, Optional, Sequence
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 360, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 24, 24
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 24, 24
 MOST_POINTS = 120  # points of a line; more steps than these are drawn in equal bins
 
 

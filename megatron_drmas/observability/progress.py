@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
 STEPS_FOR_ETA = 10
@@ -86,7 +87,7 @@ class Progress:
     def note(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
         self._said = self._clock()
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def close(self) -> None:
         if self._console.is_interactive:

@@ -33,7 +33,8 @@ from megatron_drmas.observability.report import write_report
 from megatron_drmas.observability.summary import FINISHED, Summary
 from megatron_drmas.observability.tensorboard import TensorBoard
 
-REPORT_EVERY_S = 60.0  # a running run's report is at most this old, plus a step
+REPORT_EVERY_S = 60.0  # least time between two reports of a running run
+REPORT_SHARE = 0.02  # of the run's time, at most, for reports while it runs
 
 
 class RunLog:
@@ -77,7 +78,7 @@ class RunLog:
                 shutil.rmtree(self._run_dir / folder, ignore_errors=True)
         self._start_step = resume_step or 0
         self.rewind(self._start_step)
-        self._reported = clock()
+        self._report_due = clock() + REPORT_EVERY_S
         self._memory = MemorySampler()
         self._progress = Progress(name, steps, clock=clock)
 
@@ -129,7 +130,7 @@ class RunLog:
         for alarm in alarms:
             self._progress.note(f"warning: {alarm['message']}", style="yellow")
         self._progress.step(line, sum(line["seconds"].values()))
-        if self._clock() - self._reported >= REPORT_EVERY_S:
+        if self._clock() >= self._report_due:
             self._report()
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
@@ -207,8 +208,10 @@ class RunLog:
         return line
 
     def _report(self) -> None:
+        began = self._clock()
         write_report(self._run_dir)
-        self._reported = self._clock()
+        ended = self._clock()
+        self._report_due = ended + max(REPORT_EVERY_S, (ended - began) / REPORT_SHARE)
 
 
 def agents_by_policy(config: dict[str, Any]) -> dict[str, list[str]]:

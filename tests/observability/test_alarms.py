@@ -11,8 +11,8 @@ AGENTS_OF = {"judge": ["verifier"], "writer": ["search", "answer"]}
 
 def raised(values, metric="grad_norm", scope="policies", who="writer") -> list[list[dict]]:
     watch = Watch(AGENTS_OF)
-    lines = [{"step": step, "agents": {}, "policies": {}, scope: {who: {metric: value}}} for step, value in enumerate(values, 1)]
-    return [watch.check(line) for line in lines]
+    empty = {"skipped": {}, "agents": {}, "policies": {}}
+    return [watch.check(empty | {"step": step, scope: {who: {metric: value}}}) for step, value in enumerate(values, 1)]
 
 
 NORMS = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=30)
@@ -63,3 +63,9 @@ def test_what_runs_away_alarms_in_its_step_and_names_its_owner(metric, scope, wh
     *before, last = raised([usual] * WARM_UP + [away], metric, scope, who)
     assert not any(before)
     assert len(last) == 1 and who in last[0]["message"] and metric in last[0]["message"]
+
+
+def test_a_skipped_optimizer_step_alarms_and_names_policy_and_agents():
+    line = {"step": 3, "skipped": {"writer": 1}, "agents": {}, "policies": {"writer": {"grad_norm": 0.5}}}
+    (alarm,) = Watch(AGENTS_OF).check(line)
+    assert alarm["message"].startswith("step 3: policy writer (agents search, answer) skipped 1 optimizer step")
