@@ -1,0 +1,197 @@
+"""vLLM as an engine's thread sees it: requests in, samples out, and weights that change in between.  No concurrency here."""
+
+import math
+import time
+from collections import Counter
+from typing import Any, Iterable, Optional
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+import megatron_drmas.weight_sync.extension  # noqa: F401  (registers the shm back end where vLLM looks its name up)
+from megatron_drmas.rollout.requests import EngineError, EngineSettings, Request, Sample
+from megatron_drmas.rollout.vllm_settings import engine_args, stop_token_ids
+from megatron_drmas.weight_sync.errors import WeightSyncError
+from megatron_drmas.weight_sync.manifest import Manifest
+
+
+class LLMCore:
+    """A loaded model, the requests it is working on, and the state of its weights.
+
+    Attributes:
+        resting: an update is on, or its weights are incomplete: `step` must not be called.
+        incomplete: why the weights must not be used; None when they may.
+        counts: see `Engine.stats`.
+    """
+
+    def __init__(self, settings: EngineSettings):
+        self.incomplete: Optional[str] = None
+        self.counts: Counter = Counter()
+        self._manifest = Manifest.of_folder(settings.model, settings.dtype)
+        self._stop_ids = stop_token_ids(settings.model)
+        self._llm = LLMEngine.from_engine_args(engine_args(settings))
+        self.vocab_size: int = self._llm.model_config.get_vocab_size()
+        self.max_model_len: int = self._llm.model_config.max_model_len
+        self._running: set[int] = set()
+        self._updating = False
+        self._version = 0
+        self._llm.set_weight_version("0")
+        if settings.transfer != "nccl":
+            self.init_transfer({})
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        cache = self._llm.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
+
+    @property
+    def running(self) -> bool:
+        """Whether any admitted request has not finished."""
+        return bool(self._running)
+
+    @property
+    def resting(self) -> bool:
+        return self._updating or self.incomplete is not None
+
+    def admit(self, requests: Iterable[Request]) -> list[Sample]:
+        """Put requests into the batch, in their order.
+
+        Returns:
+            The ones that cannot be served, with their error.
+        """
+        refused = []
+        for request in requests:
+            self.counts["requests"] += 1
+            error = self._objection(request)
+            if error is None:
+                try:
+                    self._llm.add_request(str(request.key), tokens_input(request.prompt_ids), self._sampling_params(request))
+                except VLLMValidationError as invalid:
+                    error = str(invalid)
+            if error is None:
+                self._running.add(request.key)
+            else:
+                refused.append(self._failed(request.key, error))
+        return refused
+
+    def step(self) -> list[Sample]:
+        """Compute one batch.
+
+        Returns:
+            The requests that finished with it.
+        """
+        began = time.monotonic()
+        finished = [self._sample(output) for output in self._llm.step() if output.finished]
+        self._running.difference_update(sample.key for sample in finished)
+        self.counts["steps"] += 1
+        self.counts["step_s"] += time.monotonic() - began
+        return finished
+
+    def init_transfer(self, info: dict) -> None:
+        """Meet the sender."""
+        self._on_workers("init_weight_transfer_engine", init_info=info)
+
+    def begin_update(self) -> None:
+        """Rest, and expect every tensor; an update that was not finished is given up."""
+        if self._updating:
+            self._on_workers("finish_weight_update")
+            self._give_up("the update was given up")
+        self._manifest.restart()
+        self._on_workers("start_weight_update")
+        self._updating = True
+
+    def load_bucket(self, info: dict) -> None:
+        """Check and load some tensors; a failure ends the update."""
+        if not self._updating:
+            raise WeightSyncError("load_bucket without begin_update")
+        began = time.monotonic()
+        try:
+            self._manifest.admit(info["names"], info["dtype_names"], info["shapes"])
+        except WeightSyncError as error:
+            self._on_workers("finish_weight_update")
+            self._give_up(str(error))
+            raise
+        try:
+            self._on_workers("update_weights", update_info=info)
+        except Exception as error:
+            self._give_up(str(error))
+            raise
+        self.counts["update_s"] += time.monotonic() - began
+
+    def finish_update(self, version: int) -> None:
+        """Use the new weights, if all have come."""
+        if not self._updating:
+            raise WeightSyncError("finish_update without begin_update")
+        self._on_workers("finish_weight_update")
+        missing = self._manifest.missing()
+        if missing:
+            error = f"{len(missing)} tensors did not come: {', '.join(missing[:5])}"
+            self._give_up(error)
+            raise WeightSyncError(error)
+        self._updating, self.incomplete, self._version = False, None, version
+        self._llm.set_weight_version(str(version))
+        self.reset_prefix_cache()
+
+    def weight_digests(self) -> dict[str, str]:
+        return self._on_workers("weight_digests")[0]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all keys and values; running requests start over with their prompts and what they have sampled."""
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM kept blocks of the prefix cache")
+
+    def sleep(self) -> None:
+        self._llm.sleep(level=2)
+
+    def wake_up(self, tag: str) -> None:
+        self._llm.wake_up(tags=[tag])
+
+    def shutdown(self) -> None:
+        self._llm.engine_core.shutdown()
+
+    def _give_up(self, reason: str) -> None:
+        self._updating = False
+        if self._manifest.started:
+            self.incomplete = reason
+
+    def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, kwargs=arguments)
+
+    def _objection(self, request: Request) -> Optional[str]:
+        ids = request.prompt_ids
+        if not ids:
+            return "the prompt is empty"
+        if len(ids) >= self.max_model_len:
+            return f"the prompt has {len(ids)} tokens; engine.max_model_len={self.max_model_len} leaves no room for a response"
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            return f"the prompt has token id {min(ids) if min(ids) < 0 else max(ids)}; the vocabulary has {self.vocab_size}"
+        if request.key in self._running:
+            return f"key {request.key} is in flight already"
+        return None
+
+    def _sampling_params(self, request: Request) -> SamplingParams:
+        return SamplingParams(
+            temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens, logprobs=0,
+            flat_logprobs=True, stop_token_ids=self._stop_ids, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _sample(self, output: RequestOutput) -> Sample:
+        key, completion = int(output.request_id), output.outputs[0]
+        token_ids, logprobs = list(completion.token_ids), completion.logprobs.logprobs
+        self.counts["prompt_tokens"] += len(output.prompt_token_ids)
+        self.counts["cached_tokens"] += output.num_cached_tokens
+        self.counts["generated_tokens"] += len(token_ids)
+        if len(logprobs) != len(token_ids):
+            return self._failed(key, f"the engine returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        for position, value in enumerate(logprobs):
+            if value is None or not math.isfinite(value):
+                return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")
+        return Sample(key, token_ids, logprobs, completion.finish_reason, int(completion.weight_versions[0].version))
+
+    def _failed(self, key: int, error: str) -> Sample:
+        self.counts["errors"] += 1
+        return Sample(key, [], [], "error", self._version, error)

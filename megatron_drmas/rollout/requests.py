@@ -1,0 +1,83 @@
+"""What travels between the driver and an engine: plain data that imports neither torch nor vLLM."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from megatron_drmas.config.schema import EngineConfig
+
+
+@dataclass
+class EngineSettings:
+    """One engine.
+
+    Attributes:
+        name: of the policy, for errors.
+        model: Hugging Face folder of the initial weights.
+        engine: its size and layout.
+        dtype: of weights and KV cache: float32 | bfloat16.
+        seed: vLLM's own; requests carry theirs.
+        deterministic: admit a submit call only when every earlier one has finished.
+        device: cpu | cuda.
+        threads: of the CPU kernels; must equal OMP_NUM_THREADS, which decides.
+        transfer: vLLM's weight-transfer back end: shm (CPU) | ipc (GPUs shared with the actor) | nccl (GPUs of its own).
+        sleep: the engine can give its GPU memory back between generations.
+    """
+
+    name: str
+    model: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    dtype: str = "float32"
+    seed: int = 0
+    deterministic: bool = False
+    device: str = "cpu"
+    threads: int = 1
+    transfer: str = "shm"
+    sleep: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+        key: identifies the request among all that are in flight.
+        prompt_ids: token ids, non-empty.
+        seed: of this request's own random stream; the response does not depend on what else is in the batch.
+        temperature: 0 is greedy.
+        top_p: in (0, 1].
+        max_tokens: longest response.
+    """
+
+    key: int
+    prompt_ids: list[int]
+    seed: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """A finished request.
+
+    Attributes:
+        key: of the request.
+        token_ids: sampled ids, the stop token included.
+        logprobs: log-probability of each under the distribution it was drawn from: after temperature and top-p; a
+            greedy request's are at temperature 1.
+        finish_reason: stop | length | error.
+        weight_version: of the weights that sampled the first token; an update while the request ran gives later tokens
+            newer weights.
+        error: why there is no usable response; `token_ids` and `logprobs` are empty then.
+    """
+
+    key: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    weight_version: int
+    error: Optional[str] = None
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot serve: its thread died, or it holds incomplete weights.  Names the engine and the cause."""
