@@ -16,16 +16,16 @@ class SenderCalls:
     """How to reach the sender in one actor rank; every call returns an awaitable.
 
     Attributes:
-        name: for errors, such as "actor of policy 'solver', rank 1".
-        open: (version, verify) starts an update.
+        name: for errors, such as "actor rank 1 of policy 'solver'".
+        begin_send: (verify) starts an update.
         next_bucket: the next update info; {} when this rank publishes nothing; None at the end.
-        close: ends the update and returns the digests of what was sent ({} unless verify).
+        end_send: frees what was sent and returns its digests ({} unless verify).
     """
 
     name: str
-    open: Callable[[int, bool], Awaitable[None]]
+    begin_send: Callable[[bool], Awaitable[None]]
     next_bucket: Callable[[], Awaitable[Optional[dict]]]
-    close: Callable[[], Awaitable[dict[str, str]]]
+    end_send: Callable[[], Awaitable[dict[str, str]]]
 
 
 @dataclass
@@ -76,15 +76,15 @@ class _Update:
 
 
 async def synchronise(
-    stages: Sequence[Sequence[SenderCalls]], engines: Sequence[EngineCalls], version: int, timeout_s: float, verify: bool = False,
+    senders: Sequence[SenderCalls], engines: Sequence[EngineCalls], version: int, timeout_s: float, verify: bool = False,
 ) -> SyncStats:
     """Bring every engine to the actor's weights.
 
-    The ranks of a stage read the same tensors in step, since gathering them is collective; the next bucket is written
-    while the engines load the one before.
+    All ranks are asked for their next bucket together, since gathering tensors is collective within a pipeline stage;
+    they write it while the engines load the one before.
 
     Args:
-        stages: per pipeline stage, the ranks that hold it together; each stage publishes its own tensors.
+        senders: the ranks of one model replica, all of its pipeline stages; every stage publishes its own tensors.
         engines: all replicas; each loads everything.
         version: what the engines' samples report from then on.
         timeout_s: for the whole update.
@@ -96,18 +96,17 @@ async def synchronise(
     """
     began = time.monotonic()
     update = _Update(asyncio.get_running_loop().time() + timeout_s, timeout_s, version)
-    senders = [sender for stage in stages for sender in stage]
     try:
         await _all(update.wait(engine.name, "begin_update", engine.begin_update()) for engine in engines)
-        await _all(update.wait(sender.name, "open", sender.open(version, verify)) for sender in senders)
-        await _transfer(update, stages, engines)
+        await _all(update.wait(sender.name, "begin_send", sender.begin_send(verify)) for sender in senders)
+        await _transfer(update, senders, engines)
         await _all(update.wait(engine.name, "finish_update", engine.finish_update(version)) for engine in engines)
-        digests = await _all(update.wait(sender.name, "close", sender.close()) for sender in senders)
+        digests = await _all(update.wait(sender.name, "end_send", sender.end_send()) for sender in senders)
     except BaseException:
         await asyncio.wait([asyncio.ensure_future(_forget(sender)) for sender in senders], timeout=CLOSE_TIMEOUT_S)
         raise
     if verify:
-        sent = {name: value for part in digests for name, value in part.items()}
+        sent = {name: value for of_rank in digests for name, value in of_rank.items()}
         loaded = await _all(update.wait(engine.name, "weight_digests", engine.weight_digests()) for engine in engines)
         for engine, found in zip(engines, loaded):
             compare(sent, found, engine.name)
@@ -116,51 +115,48 @@ async def synchronise(
     return update.stats
 
 
-async def _transfer(update: _Update, stages: Sequence[Sequence[SenderCalls]], engines: Sequence[EngineCalls]) -> None:
-    """Every stage's buckets, one stage after the other; a bucket is loaded while the next is written."""
-    for stage in stages:
-        loading: Optional[asyncio.Task] = None
-        try:
-            while (info := await _next_bucket(update, stage)) is not None:
-                if loading is not None:
-                    await loading
-                loading = asyncio.ensure_future(_load(update, engines, info))
-                update.stats.buckets += 1
-                update.stats.tensors += len(info["names"])
+async def _transfer(update: _Update, senders: Sequence[SenderCalls], engines: Sequence[EngineCalls]) -> None:
+    """All buckets, one round of writing ahead of the loading."""
+    sending = list(senders)
+    loading: Optional[asyncio.Task] = None
+    try:
+        while sending:
+            infos = await _all(update.wait(sender.name, "next_bucket", sender.next_bucket()) for sender in sending)
+            sending = [sender for sender, info in zip(sending, infos) if info is not None]
             if loading is not None:
                 await loading
-        except BaseException:
-            if loading is not None:
-                loading.cancel()
-            raise
+            loading = asyncio.ensure_future(_load(update, engines, _join([info for info in infos if info])))
+        if loading is not None:
+            await loading
+    except BaseException:
+        if loading is not None:
+            loading.cancel()
+        raise
 
 
-async def _next_bucket(update: _Update, stage: Sequence[SenderCalls]) -> Optional[dict]:
-    """A stage's next update info, put together from what its ranks publish."""
-    infos = await _all(update.wait(sender.name, "next_bucket", sender.next_bucket()) for sender in stage)
-    ended = [sender.name for sender, info in zip(stage, infos) if info is None]
-    if ended and len(ended) < len(stage):
-        raise WeightSyncError(f"weight update {update.version}: {', '.join(ended)} ended before the other ranks of its stage")
-    published = [info for info in infos if info]
-    if ended:
-        return None
-    if not published:
-        raise WeightSyncError(f"weight update {update.version}: none of {', '.join(s.name for s in stage)} published its tensors")
-    merged = published[0]
-    for other in published[1:]:  # the same tensors, reachable from another GPU
-        merged = {**merged, "ipc_handles": [a | b for a, b in zip(merged["ipc_handles"], other["ipc_handles"], strict=True)]}
-    return merged
+def _join(infos: list[dict]) -> list[dict]:
+    """Update infos of one round; those of one bucket, published from several GPUs, become one."""
+    joined: dict[tuple[str, ...], dict] = {}
+    for info in infos:
+        first = joined.setdefault(tuple(info["names"]), info)
+        if first is not info:
+            handles = zip(first["ipc_handles"], info["ipc_handles"], strict=True)
+            joined[tuple(info["names"])] = {**first, "ipc_handles": [mine | other for mine, other in handles]}
+    return list(joined.values())
 
 
-async def _load(update: _Update, engines: Sequence[EngineCalls], info: dict) -> None:
-    what = f"load_bucket ({info['names'][0]} … {info['names'][-1]})"
-    await _all(update.wait(engine.name, what, engine.load_bucket(info)) for engine in engines)
+async def _load(update: _Update, engines: Sequence[EngineCalls], infos: list[dict]) -> None:
+    for info in infos:
+        what = f"load_bucket ({info['names'][0]} … {info['names'][-1]})"
+        await _all(update.wait(engine.name, what, engine.load_bucket(info)) for engine in engines)
+        update.stats.buckets += 1
+        update.stats.tensors += len(info["names"])
 
 
 async def _forget(sender: SenderCalls) -> None:
     """Let a sender free its memory after a failure; one that cannot answer frees it when its process ends."""
     try:
-        await sender.close()
+        await sender.end_send()
     except Exception:  # the failure that led here is the one to report
         pass
 
