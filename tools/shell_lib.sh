@@ -9,17 +9,20 @@ STOP_GRACE_S=${STOP_GRACE_S:-60} # what a command may take to end after it was t
 # run_group COMMAND…: run COMMAND so that nothing it starts outlives it, and return its exit status.
 # It runs in a session of its own.  INT, TERM, HUP and USR1 that reach this shell go to it; when it does not end within
 # STOP_GRACE_S it is killed.  Whatever it leaves behind, daemons included (found by a mark in their environment), is ended.
+# RECEIVED is the last of these signals, or empty.
 run_group() {
   local mark="DRMAS_GROUP_$$_$RANDOM" leader watchdog='' status=0
+  # shellcheck disable=SC2034  # callers read it
+  RECEIVED=
   env "$mark=1" setsid setpriv --pdeathsig TERM "$@" &
   leader=$!
   # shellcheck disable=SC2064  # the leader's number is meant to be fixed here
   {
     for signal in INT TERM HUP; do
-      trap "kill -s $signal $leader 2>/dev/null
+      trap "RECEIVED=$signal; kill -s $signal $leader 2>/dev/null
             [ -n \"\$watchdog\" ] || { setsid bash -c 'sleep $STOP_GRACE_S; kill -KILL -- -$leader' </dev/null >/dev/null 2>&1 & watchdog=\$!; }" $signal
     done
-    trap "kill -s USR1 $leader 2>/dev/null" USR1
+    trap "RECEIVED=USR1; kill -s USR1 $leader 2>/dev/null" USR1
   }
   while kill -0 "$leader" 2>/dev/null; do
     status=0
