@@ -106,7 +106,15 @@ async def evaluate_team(cluster, log, step: int) -> None:
 def main() -> int:
     from megatron_drmas.config.load import run_command
 
-    return run_command("python -m megatron_drmas.train", lambda config: asyncio.run(train(config)))
+    def command(config: RunConfig) -> None:
+        from megatron_drmas.cluster.process import ProcessFailure
+
+        try:
+            asyncio.run(train(config))
+        except ProcessFailure as failure:
+            sys.exit(f"train: {failure}")
+
+    return run_command("python -m megatron_drmas.train", command)
 
 
 if __name__ == "__main__":

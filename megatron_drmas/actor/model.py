@@ -16,11 +16,11 @@ from megatron_drmas.kernels.token_logprob import linear_token_logprobs
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def transformer_config(spec: ModelSpec, settings: ActorSettings, initialise: bool) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerConfig:
     """Megatron's configuration of this model in this layout and precision.
 
-    Args:
-        initialise: parameters start random; otherwise they are left unset for a checkpoint to fill.
+    Parameters always start random, also where a checkpoint replaces them: without initialisation Megatron does not
+    mark them as tensor-parallel, and the gradient norm would miss the shards of every rank but the first.
     """
     parallel, dtype, cuda = settings.policy.parallel, DTYPES[settings.precision.mode], settings.device == "cuda"
     experts = {}
@@ -32,7 +32,6 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings, initialise: boo
             "moe_router_pre_softmax": not spec.normalise_experts,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": cuda,
         }
     return TransformerConfig(
@@ -58,8 +57,8 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings, initialise: boo
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=parallel.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # checked wherever lengths vary, also without experts
         deallocate_pipeline_outputs=parallel.pipeline > 1,
-        perform_initialization=initialise,
         use_cpu_initialization=not cuda,
         deterministic_mode=settings.deterministic and cuda,
         # The loss carries its own normalisation: Megatron scales it neither by micro-batches nor by replicas.
@@ -110,14 +109,14 @@ class PolicyModel(GPTModel):
         return torch.stack([logprobs, entropy], dim=1)
 
 
-def build_model(spec: ModelSpec, settings: ActorSettings, initialise: bool) -> DistributedDataParallel:
+def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
     """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialised groups.
 
     On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU Megatron's local ones with
     `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.
     """
     spec.check_layout(settings.policy.parallel.tensor, settings.policy.parallel.pipeline)
-    config = transformer_config(spec, settings, initialise)
+    config = transformer_config(spec, settings)
     if settings.device == "cuda":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

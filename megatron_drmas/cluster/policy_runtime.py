@@ -11,6 +11,7 @@ from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
+from megatron_drmas.weight_sync.verify import compare
 
 SUBMIT_TIMEOUT_S = 60.0
 
@@ -84,6 +85,29 @@ class PolicyRuntime:
         """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`."""
         return (await self._on_all_ranks("update", ray.put(batch), step, timeout_s=self._step_timeout_s))[0]
 
+    async def sync_weights(self, version: int, verify: bool) -> None:
+        """Bring the engines to the actor's weights, and compare them tensor by tensor if asked.
+
+        Raises:
+            WeightSyncError: an engine computes with something else than what was sent.
+            ProcessFailure: a sender or a receiver died or did not answer in time.
+        """
+        timeout_s = self._config.cluster.sync_timeout_s
+        await self._on_all_ranks("begin_send", self._config.precision.rollout, verify, timeout_s=timeout_s)
+        await self._on_all_engines("begin_update", timeout_s=timeout_s)
+        while True:
+            buckets = await self._on_all_ranks("next_bucket", timeout_s=timeout_s)
+            if all(bucket is None for bucket in buckets):
+                break
+            for bucket in filter(None, buckets):
+                await self._on_all_engines("load_bucket", bucket, timeout_s=timeout_s)
+        await self._on_all_engines("finish_update", version, timeout_s=timeout_s)
+        digests = await self._on_all_ranks("end_send", timeout_s=timeout_s)
+        if verify:
+            sent = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+            for engine, loaded in zip(self._engines, await self._on_all_engines("weight_digests", timeout_s=timeout_s)):
+                compare(sent, loaded, engine.name)
+
     async def save(self, folder: Path) -> None:
         """Write the actor's checkpoint."""
         await self._on_all_ranks("save", str(folder.resolve()), timeout_s=self._step_timeout_s)
@@ -104,6 +128,9 @@ class PolicyRuntime:
         """End all processes."""
         for process in self._actors + self._engines:
             process.kill()
+
+    async def _on_all_engines(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return await _all(*(engine.call(method, *args, timeout_s=timeout_s) for engine in self._engines))
 
     async def _on_all_ranks(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         return await _all(*(actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors))

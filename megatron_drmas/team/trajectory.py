@@ -55,22 +55,6 @@ class Trajectory:
     reward: float = 0.0
     failure: Optional[str] = None
 
-    def as_record(self) -> dict[str, Any]:
-        """The trajectory as JSON-serialisable text to read, without token ids."""
-        return {
-            "question": self.question.text, "answers": list(self.question.answers), "group": self.group, "sample": self.sample,
-            "reward": self.reward, "failure": self.failure, "answer": self.outcome.answer if self.outcome else None,
-            "info": self.outcome.info if self.outcome else {},
-            "turns": [
-                {
-                    "agent": turn.agent, "policy": turn.policy, "messages": turn.messages, "text": turn.text, "valid": turn.valid,
-                    "content": turn.content, "prompt_tokens": len(turn.prompt_ids), "response_tokens": len(turn.token_ids),
-                    "finish_reason": turn.finish_reason, "weight_version": turn.weight_version,
-                }
-                for turn in self.turns
-            ],
-        }
-
 
 class TrajectoryFailure(Exception):
     """Ends one trajectory, never the run.
