@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from megatron_drmas.algorithm.estimators import ESTIMATORS, group_index
+from megatron_drmas.algorithm.estimators import ESTIMATORS, group_columns
 from megatron_drmas.algorithm.scores import row_scores
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.agent_advantage import agent_advantages
-from megatron_drmas.kernels.segments import expand_rows
+from megatron_drmas.kernels.segments import dense_index, expand_rows
 from megatron_drmas.rollout.batch import TurnBatch
 
 CHOICES = {
@@ -50,7 +50,7 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     check_advantage_config(advantage)
     scores = row_scores(batch, config)
     if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step":
-        group = group_index(batch, advantage.group_key)
+        group, _ = dense_index(*group_columns(batch, advantage.group_key))
         return agent_advantages(
             scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon
         )

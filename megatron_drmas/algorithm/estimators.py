@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_drmas.algorithm.scores import required_column
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
-from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.agent_advantage import CellStatistics, cell_statistics, normalise
 from megatron_drmas.kernels.segments import dense_index, segment_mean, segment_sum
 from megatron_drmas.rollout.batch import TurnBatch
@@ -33,26 +32,27 @@ def register_estimator(name: str) -> Callable[[Estimator], Estimator]:
     return add
 
 
-def group_index(batch: TurnBatch, group_key: str) -> Tensor:
-    """The group of every row, int64 [R].
+def group_columns(batch: TurnBatch, group_key: str) -> tuple[Tensor, ...]:
+    """The columns in which rows of one group agree.
 
     question: all calls on one question.  question_agent: one agent's.  question_agent_turn: one agent's at one turn
     (AT-GRPO, Stronger-MAS: what was sampled from the same state).
     """
-    columns = {
-        "question": (batch.group,),
-        "question_agent": (batch.group, batch.agent),
-        "question_agent_turn": (batch.group, batch.agent, batch.turn),
-    }
-    if group_key not in columns:
-        raise ConfigError("algorithm.advantage.group_key", group_key, "unknown", f"choose one of {', '.join(columns)}")
-    return dense_index(*columns[group_key])[0]
+    columns = {"question": ("group",), "question_agent": ("group", "agent"), "question_agent_turn": ("group", "agent", "turn")}
+    return tuple(getattr(batch, name) for name in columns[group_key])
 
 
-def cell_index(batch: TurnBatch, config: AdvantageConfig, scope: str) -> tuple[Tensor, int]:
-    """The cell of every row, int64 [R], and the number of cells, for scope group | agent."""
-    group = group_index(batch, config.group_key)
-    return dense_index(group) if scope == "group" else dense_index(group, batch.agent)
+def cell_index(batch: TurnBatch, config: AdvantageConfig, scope: str, *within: Tensor) -> tuple[Tensor, int]:
+    """The cell of every row, int64 [R], and the number of cells.
+
+    Args:
+        scope: group, or agent for one agent's share of a group.
+        within: int64 [R] each; rows of a cell agree in these too.
+    """
+    columns = group_columns(batch, config.group_key) + within
+    if scope == "agent" and config.group_key == "question":
+        columns += (batch.agent,)
+    return dense_index(*columns)
 
 
 def sample_statistics(scores: Tensor, cell: Tensor, cells: int, trajectory: Tensor, weighting: str) -> CellStatistics:
@@ -61,7 +61,7 @@ def sample_statistics(scores: Tensor, cell: Tensor, cells: int, trajectory: Tens
         return cell_statistics(scores, cell, cells)
     unit, units = dense_index(cell, trajectory)
     cell_of_unit = torch.full((units,), -1, dtype=torch.int64, device=cell.device).scatter_(0, unit, cell)
-    means = segment_mean(scores.double(), unit, units)
+    means = segment_mean(scores, unit, units)
     present = cell_of_unit >= 0
     return cell_statistics(means[present], cell_of_unit[present], cells)
 
@@ -148,13 +148,13 @@ def gigpo(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     episode = normalised(scores, batch, config)
     team = config.reward.trajectory * batch.reward
     returns = discounted_returns(scores - team, team, batch, advantage.gigpo_discount)
-    group = group_index(batch, advantage.group_key)
-    anchors = {"group": dense_index(group, state), "agent": dense_index(group, state, batch.agent)}
-    mean = cell_statistics(returns, *anchors[advantage.mean])
+    mean_cell, cells = cell_index(batch, advantage, advantage.mean, state)
+    mean = cell_statistics(returns, mean_cell, cells)
     std_cell, std = None, None
     if advantage.std != "none":
-        std_cell, std = anchors[advantage.std][0], cell_statistics(returns, *anchors[advantage.std])
-    step = normalise(returns, anchors[advantage.mean][0], mean, std_cell, std, advantage.epsilon)
+        std_cell, cells = cell_index(batch, advantage, advantage.std, state)
+        std = cell_statistics(returns, std_cell, cells)
+    step = normalise(returns, mean_cell, mean, std_cell, std, advantage.epsilon)
     return episode + advantage.gigpo_weight * step
 
 

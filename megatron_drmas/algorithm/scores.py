@@ -27,10 +27,10 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     if reward.verdict:
         verdict = required_column(batch, "verdict", f"algorithm.reward.verdict = {reward.verdict}")
         scores = scores + reward.verdict * verdict_credit(verdict, batch.reward >= reward.success)
-    scores = scores - config.invalid_penalty * (~batch.valid).to(scores.dtype)
+    scores = scores - config.invalid_penalty * ~batch.valid
     if reward.overlong.max_tokens:
         scores = scores - overlong_penalty(batch.response_lengths, reward.overlong)
-    if not scores.isfinite().all():
+    if len(scores) and not torch.stack(scores.aminmax()).isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         agent = batch.agents[int(batch.agent[row])]
         raise ValueError(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_mean, segment_sum
+from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
 
 
 ROUNDING = 1e-8  # a spread below this share of the mean is what summation order leaves of equal samples
@@ -44,16 +44,20 @@ class CellStatistics:
 
 
 def cell_statistics(scores: Tensor, cell: Tensor, cells: int) -> CellStatistics:
-    """Two-pass statistics in float64; equal scores have a sum of squares of exactly 0.
+    """Two-pass statistics in float64; equal float32 scores have a sum of squares of exactly 0.
 
     Args:
         scores: [R], any floating type.
         cell: int64 [R] in [0, cells).
     """
-    scores = scores.double()
-    mean = segment_mean(scores, cell, cells)
-    m2 = segment_sum((scores - mean[cell]).square(), cell, cells)
-    return CellStatistics(torch.bincount(cell, minlength=cells).double(), mean, m2)
+    count = torch.bincount(cell, minlength=cells).double()
+    total, m2 = torch.zeros_like(count), torch.zeros_like(count)
+    for rows in row_blocks(cell):
+        total.index_add_(0, cell[rows], scores[rows].double())
+    mean = total.div_(count.clamp(min=1))
+    for rows in row_blocks(cell):
+        m2.index_add_(0, cell[rows], mean.index_select(0, cell[rows]).sub_(scores[rows]).square_())
+    return CellStatistics(count, mean, m2)
 
 
 def merge_statistics(parts: Sequence[CellStatistics]) -> CellStatistics:
@@ -94,11 +98,12 @@ def normalise(
         scores: [R].
         mean_cell, std_cell: int64 [R], each row's cell in `mean` and in `std`.
     """
-    centred = scores.double() - mean.mean[mean_cell]
-    if std is None:
-        return centred.float()
-    scale = torch.where(std.std > 0, 1 / (std.std + epsilon), 0.0)
-    return (centred * scale[std_cell]).float()
+    scale = None if std is None else torch.where(std.std > 0, 1 / (std.std + epsilon), 0.0)
+    advantages = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+    for rows in row_blocks(scores):
+        centred = mean.mean.index_select(0, mean_cell[rows]).neg_().add_(scores[rows])
+        advantages[rows] = centred if scale is None else centred.mul_(scale.index_select(0, std_cell[rows]))
+    return advantages
 
 
 def agent_advantages(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 SPARSE_FACTOR = 4  # slots per row that an index may have before it is worth compacting
+BLOCK_ROWS = 65536  # rows whose temporaries stay in a CPU's cache
 
 
 def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
@@ -19,22 +20,31 @@ def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
         index int64 [R] in [0, slots), and slots.  Some slots may have no row.
     """
     rows = columns[0].numel()
-    index, slots = torch.zeros_like(columns[0]), 1
     if rows == 0:
-        return index, 0
+        return torch.zeros_like(columns[0]), 0
     limit = SPARSE_FACTOR * rows + 1024
+    index, slots = None, 1
     for column in columns:
         low, high = (int(edge) for edge in column.aminmax())
         span = high - low + 1
         if span > limit:
             values, column = column.unique(return_inverse=True)
             low, span = 0, values.numel()
-        index = index * span + (column - low)
+        if low:
+            column = column - low
+        index = column if index is None else index.mul(span).add_(column)
         slots *= span
         if slots > limit:
             values, index = index.unique(return_inverse=True)
             slots = values.numel()
     return index, slots
+
+
+def row_blocks(column: Tensor) -> list[slice]:
+    """Slices that cover the rows of `column`: cache-sized ones on the CPU, one elsewhere."""
+    rows = len(column)
+    step = BLOCK_ROWS if column.device.type == "cpu" else max(rows, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def segment_sum(values: Tensor, index: Tensor, slots: int) -> Tensor:
@@ -43,13 +53,12 @@ def segment_sum(values: Tensor, index: Tensor, slots: int) -> Tensor:
 
 
 def segment_mean(values: Tensor, index: Tensor, slots: int) -> Tensor:
-    """Mean of `values` [R] over the rows of each slot, [slots]; 0 for a slot without rows.
+    """Mean of `values` [R] over the rows of each slot, float64 [slots]; 0 for a slot without rows.
 
-    Equal values have exactly that mean: what is summed is the distance to the slot's minimum.
+    Equal float32 values have exactly that mean: their sum in float64 is exact.
     """
-    low = values.new_zeros(slots).scatter_reduce_(0, index, values, "amin", include_self=False)
     count = torch.bincount(index, minlength=slots)
-    return low + segment_sum(values - low[index], index, slots) / count.clamp(min=1)
+    return segment_sum(values.double(), index, slots).div_(count.clamp_(min=1))
 
 
 def expand_rows(values: Tensor, lengths: Tensor) -> Tensor:
