@@ -74,8 +74,9 @@ class RunLog:
         if resume_step is None:
             for earlier in (self._history.path, self._run_dir / "summary.json", self._run_dir / "report.html"):
                 earlier.unlink(missing_ok=True)
-            for folder in ("tensorboard", "trajectories"):
-                shutil.rmtree(self._run_dir / folder, ignore_errors=True)
+            for folder in (self._run_dir / "tensorboard", self._run_dir / "trajectories"):
+                if folder.exists():
+                    shutil.rmtree(folder)
         self._start_step = resume_step or 0
         self.rewind(self._start_step)
         self._report_due = clock() + REPORT_EVERY_S
