@@ -51,7 +51,7 @@ class PolicyActor:
         initialise_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
-        self.model = build_model(self.spec, self.settings, initialise=not weights)
+        self.model = build_model(self.spec, self.settings)
         if weights:
             load_hf_weights([self.model], weights, self.spec)
         self.model.broadcast_params()
