@@ -25,8 +25,8 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] = None) -> RunConfig:
-    """Compose configs/<name>.yaml with overrides.
+def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] = None, schema: type = RunConfig) -> Any:
+    """Compose configs/<name>.yaml with overrides into an object of the dataclass `schema`.
 
     Raises:
         ConfigError: unknown configuration, key or option, or a value of the wrong type.
@@ -42,9 +42,9 @@ def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] =
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _readable(error, overrides) from error
+        raise _readable(error, overrides, schema) from error
 
 
 def parse_command_line(prog: str, argv: list[str]) -> tuple[RunConfig, bool]:
@@ -92,7 +92,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
 
 
-def _readable(error: Exception, overrides: list[str]) -> ConfigError:
+def _readable(error: Exception, overrides: list[str], schema: type) -> ConfigError:
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -101,14 +101,14 @@ def _readable(error: Exception, overrides: list[str]) -> ConfigError:
     match = re.search(r"Could not override '([^']+)'|full_key: (\S+)", text)
     key = next((group for group in match.groups() if group), "") if match else ""
     key = key if key in given else next((name for name in given if name and (not key or key.startswith(name)) and name in text), key)
-    if "Could not override" in text or "not in 'RunConfig'" in text or "not in struct" in text or re.search(r"Key '\S+' not in", text):
-        near = difflib.get_close_matches(key, _known_keys(), n=1)
+    if "Could not override" in text or f"not in '{schema.__name__}'" in text or "not in struct" in text or re.search(r"Key '\S+' not in", text):
+        near = difflib.get_close_matches(key, _known_keys(schema), n=1)
         return ConfigError(key, given.get(key), "no such key", f"did you mean {near[0]}?" if near else "--print lists every key")
     problem = str(chain[-1]).strip().split("\n")[0]
     return ConfigError(key or "configuration", given.get(key), problem, "correct it (--print shows the composed configuration)")
 
 
-def _known_keys() -> list[str]:
+def _known_keys(schema: type) -> list[str]:
     def walk(node: DictConfig, prefix: str) -> list[str]:
         found = []
         for key in node:
@@ -119,4 +119,4 @@ def _known_keys() -> list[str]:
                 found += walk(child, f"{name}.")
         return found
 
-    return walk(OmegaConf.structured(RunConfig), "")
+    return walk(OmegaConf.structured(schema), "")

@@ -1,0 +1,221 @@
+"""Supervised fine-tuning of one policy through its Megatron actor.
+
+    python -m megatron_drmas.sft policy.model=FOLDER data=EXAMPLES.jsonl steps=N [key=value …]
+
+The loss of a batch is the mean cross entropy of its response tokens, the end mark included, plus `prompt_weight` times
+the mean over its prompt tokens.  The run folder <output_dir>/<name> gets config.yaml, tensorboard/ and hf/, a Hugging
+Face folder that training takes as a policy's model.  All ranks run on this machine.
+"""
+
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.schema import PolicyConfig, PrecisionConfig
+from megatron_drmas.data.dialogues import Dialogue, load_dialogues
+from megatron_drmas.data.sampler import QuestionSampler
+
+
+@dataclass
+class SftConfig:
+    """The configuration of a fine-tuning run; configs/sft.yaml."""
+
+    name: str = MISSING
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: str = MISSING  # JSON lines; see megatron_drmas.data.dialogues
+    steps: int = MISSING
+    batch_size: int = 32  # examples of an optimizer step
+    prompt_weight: float = 0.0  # of the loss on prompts; an example's own prompt_weight goes first
+    shuffle: bool = True
+    seed: int = 0
+    output_dir: str = "outputs"
+    device: str = "auto"  # auto | cpu | cuda
+    threads: int = 1  # of each rank, on CPUs
+
+
+ConfigStore.instance().store(name="sft_schema", node=SftConfig)
+
+
+@dataclass(frozen=True)
+class TokenisedDialogue:
+    """Token ids, and the weight of the prompt's loss."""
+
+    prompt: list[int]
+    response: list[int]
+    prompt_weight: float
+
+
+def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metrics: None) -> Path:
+    """Run a configuration to its end.
+
+    Args:
+        config: a composed configuration.
+        progress: called after each step with its metrics (`step`, `loss`, `grad_norm`, `lr`, …).
+
+    Returns:
+        The Hugging Face folder with the fine-tuned policy.
+
+    Raises:
+        ConfigError: an unreadable data file, or an example longer than the model.
+        RuntimeError: a rank failed, or a gradient was not finite.
+    """
+    examples = tokenise(load_dialogues(config.data, "data"), config)
+    run_dir = Path(config.output_dir) / config.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    world_size, port = config.policy.parallel.world_size, _free_port()
+    if world_size == 1:
+        _train_rank(0, config, examples, port, progress)
+    else:
+        import torch.multiprocessing as processes
+
+        context = processes.get_context("spawn")
+        reports = context.SimpleQueue()
+        ranks = processes.spawn(_train_rank, (config, examples, port, reports.put), nprocs=world_size, join=False)
+        while not ranks.join(timeout=0.2):
+            while not reports.empty():
+                progress(reports.get())
+        while not reports.empty():
+            progress(reports.get())
+    return run_dir / "hf"
+
+
+def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDialogue]:
+    """Render dialogues with the policy's chat template.
+
+    The prompt's ids are those that training would send to an engine; the response's end with the end-of-sequence token.
+
+    Raises:
+        ConfigError: an example is longer than the model, or the chat template changes a prompt once it is answered.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.policy.model, local_files_only=True)
+    longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
+    examples = []
+    for dialogue in dialogues:
+        messages = list(dialogue.messages)
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not whole.startswith(prompt):
+            raise ConfigError(
+                "data", config.data, f"line {dialogue.line}: the chat template renders the prompt differently before the answer",
+                "use a template that only appends",
+            )
+        prompt_ids, response = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole[len(prompt):]))
+        if tokenizer.eos_token_id in response:
+            response = response[:response.index(tokenizer.eos_token_id)]
+        response.append(tokenizer.eos_token_id)
+        if len(prompt_ids) + len(response) > longest:
+            raise ConfigError(
+                "data", config.data, f"line {dialogue.line} has {len(prompt_ids) + len(response)} tokens, the model takes {longest}",
+                "shorten it",
+            )
+        weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
+        examples.append(TokenisedDialogue(prompt_ids, response, weight))
+    return examples
+
+
+def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
+    """A `TurnBatch` of the examples, and the weight of every token, float32 [T].
+
+    A response token weighs 1 / (response tokens of the batch), a prompt token its example's prompt_weight /
+    (predicted prompt tokens of the batch), the first token of a row, which nothing predicts, 0.
+    """
+    import torch
+
+    from megatron_drmas.rollout.batch import TurnBatch
+
+    rows = len(examples)
+    lengths = torch.tensor([len(example.prompt) + len(example.response) for example in examples])
+    responses = sum(len(example.response) for example in examples)
+    prompts = max(1, sum(len(example.prompt) - 1 for example in examples))
+    weights = []
+    for example in examples:
+        weights += [0.0] + [example.prompt_weight / prompts] * (len(example.prompt) - 1) + [1.0 / responses] * len(example.response)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    batch = TurnBatch(
+        tokens=torch.tensor([token for example in examples for token in example.prompt + example.response]),
+        offsets=torch.cat([zeros[:1], lengths.cumsum(0)]),
+        prompt_lengths=torch.tensor([len(example.prompt) for example in examples]),
+        engine_logprobs=torch.zeros(responses),
+        agent=zeros, policy=zeros, group=zeros, trajectory=torch.arange(rows), turn=zeros, reward=torch.zeros(rows),
+        valid=torch.ones(rows, dtype=torch.bool), trainable=torch.ones(rows, dtype=torch.bool), weight_version=zeros,
+        agents=("assistant",), policies=("policy",),
+    )
+    return batch, torch.tensor(weights, dtype=torch.float32)
+
+
+def _train_rank(rank: int, config: SftConfig, examples: list[TokenisedDialogue], port: int, report: Callable[[dict], None]) -> None:
+    import torch
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron_drmas.actor.policy_actor import PolicyActor
+    from megatron_drmas.actor.settings import ActorSettings
+
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(config.threads)
+    else:
+        torch.cuda.set_device(rank)
+    settings = ActorSettings(
+        name=config.name, policy=config.policy, precision=config.precision, seed=config.seed, deterministic=True,
+        device=device, total_steps=config.steps,
+    )
+    run_dir = Path(config.output_dir) / config.name
+    actor = PolicyActor(settings, rank, config.policy.parallel.world_size, "127.0.0.1", port)
+    actor.initialize(config.policy.model)
+    sampler = QuestionSampler(len(examples), config.seed, config.shuffle)
+    writer = SummaryWriter(str(run_dir / "tensorboard")) if rank == 0 else None
+    for step in range(1, config.steps + 1):
+        batch, weights = collate_dialogues([examples[index] for index in sampler.draw(config.batch_size)])
+        metrics = actor.sft_step(batch, step, weights)
+        if metrics["skipped"]:
+            raise RuntimeError(f"step {step}: the gradient is not finite; lower policy.optimizer.lr ({config.policy.optimizer.lr})")
+        if writer is not None:
+            for name in ("loss", "grad_norm", "lr"):
+                writer.add_scalar(f"sft/{name}", metrics[name], step)
+            report({"step": step, **metrics})
+    if writer is not None:
+        writer.close()
+    actor.export_hf(str(run_dir / "hf"))
+    actor.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> int:
+    """The command line."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from megatron_drmas.config.load import compose_config
+
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    try:
+        config = compose_config("sft", sys.argv[1:], schema=SftConfig)
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task(config.name, total=config.steps)
+            folder = finetune(config, lambda m: bar.update(task, completed=m["step"], description=f"{config.name} loss {m['loss']:.3f}"))
+    except ConfigError as error:
+        print(f"sft: {error}", file=sys.stderr)
+        return 2
+    print(f"fine-tuned policy: {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
