@@ -9,6 +9,8 @@ from typing import Any, Callable, ContextManager, Optional
 
 import ray
 
+import megatron_drmas.environments  # noqa: F401  registers the environments
+import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.retrieval import RetrievalService

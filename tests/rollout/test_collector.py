@@ -1,0 +1,236 @@
+"""The collector over scripted engines: what it asks, what it keeps, what a failure costs."""
+
+import asyncio
+import random
+
+import pytest
+
+import megatron_drmas.workflows  # noqa: F401  registers the workflows
+from megatron_drmas.config.schema import AgentConfig, EnvironmentConfig, RolloutConfig, TeamConfig, WorkflowConfig
+from megatron_drmas.data.questions import Question
+from megatron_drmas.environments.base import Environment
+from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
+from megatron_drmas.rollout.collate import collate
+from megatron_drmas.rollout.collector import Collector, Sampling
+from megatron_drmas.rollout.requests import Sample
+from megatron_drmas.team.team import Team
+from megatron_drmas.team.trajectory import TrajectoryFailure
+
+QUESTIONS = [Question(str(i), f"question {i}", ("x",)) for i in range(4)]
+SAMPLING = Sampling(1.0, 1.0, "test")
+
+
+class Engine:
+    """Answers a request with `reply(request)` after a random while."""
+
+    def __init__(self, reply, seed=0, delay_s=0.003):
+        self.reply, self.random, self.delay_s = reply, random.Random(seed), delay_s
+        self.submits, self.done, self.arrived = [], [], asyncio.Event()
+
+    async def submit(self, requests):
+        self.submits.append(requests)
+        for request in requests:
+            asyncio.get_running_loop().call_later(self.random.random() * self.delay_s, self._finish, request)
+
+    def _finish(self, request):
+        self.done.append(self.reply(request))
+        self.arrived.set()
+
+    async def poll(self, timeout_s):
+        try:
+            await asyncio.wait_for(self.arrived.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return []
+        self.arrived.clear()
+        done, self.done = self.done, []
+        return done
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def prompt_ids(self, messages):
+        return [ord(c) for c in messages[-1]["content"]]
+
+    def text(self, ids):
+        return "".join(map(chr, ids))
+
+
+class World(Environment):
+    """Pays 1 for the answer x; the query "fail" finds a broken server."""
+
+    async def retrieve(self, query):
+        await asyncio.sleep(0.001)
+        if query == "fail":
+            raise TrajectoryFailure("retrieval", "500")
+        return ["passage"]
+
+    async def reward(self, question, outcome):
+        return float(outcome.answer == "x")
+
+
+def reply(text):
+    ids = [ord(c) for c in text]
+    return lambda request: Sample(request.key, ids, [-0.5] * len(ids), "stop", 3)
+
+
+PROMPT = "{{ question }} {{ history | map(attribute='query') | join(',') }}"
+SEARCH_TOKENS = 7  # tells a script that the Search agent asks
+TEAM = Team.from_config(TeamConfig(WorkflowConfig(name="search"), {
+    "verifier": AgentConfig(policy="v", prompt=PROMPT, tag="verify", choices=["yes", "no"]),
+    "search": AgentConfig(policy="s", prompt=PROMPT, tag="search", max_response_tokens=SEARCH_TOKENS),
+    "answer": AgentConfig(policy="s", prompt=PROMPT, tag="answer"),
+}))
+
+
+def script(query="q", answer="x"):
+    """A Verifier that says yes once it sees a query, and the other two."""
+
+    def verifier(request):
+        return reply("<verify>yes</verify>" if chr(request.prompt_ids[-1]) == query[-1] else "<verify>no</verify>")(request)
+
+    def rest(request):
+        return reply(f"<search>{query}</search>" if request.max_tokens == SEARCH_TOKENS else f"<answer>{answer}</answer>")(request)
+
+    return verifier, rest
+
+
+def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0):
+    async def run():
+        built = {name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)] for name, group in engines.items()}
+        clients = {name: PolicyClient(name, group, timeout_s, lockstep) for name, group in built.items()}
+        for client in clients.values():
+            client.POLL_S = 0.05
+            await client.__aenter__()
+        collector = Collector(
+            TEAM, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
+            config or RolloutConfig(), seed=5,
+        )
+        try:
+            return await collector.collect(QUESTIONS, samples, SAMPLING), built
+        finally:
+            for client in clients.values():
+                await client.__aexit__(None, None, None)
+
+    return asyncio.run(run())
+
+
+def test_trajectories_keep_the_sampled_ids_and_come_in_order():
+    verifier, rest = script()
+    trajectories, _ = collect({"v": [verifier], "s": [rest]})
+    assert [(t.group, t.sample) for t in trajectories] == [(g, s) for g in range(4) for s in range(2)]
+    for trajectory in trajectories:
+        assert trajectory.failure is None and trajectory.reward == 1.0
+        assert [turn.agent for turn in trajectory.turns] == ["verifier", "search", "verifier", "answer"]
+        for turn in trajectory.turns:
+            assert "".join(map(chr, turn.token_ids)) == turn.text and turn.weight_version == 3
+
+
+def test_a_request_s_seed_depends_on_its_place_and_nothing_else():
+    verifier, rest = script()
+
+    def seeds(lockstep):
+        _, engines = collect({"v": [verifier], "s": [rest]}, lockstep=lockstep)
+        return sorted(request.seed for engine in (*engines["v"], *engines["s"]) for share in engine.submits for request in share)
+
+    free = seeds(False)
+    assert free == seeds(True) and len(set(free)) == len(free)
+
+
+def test_calls_made_together_travel_together():
+    verifier, rest = script()
+    _, engines = collect({"v": [verifier], "s": [rest]}, samples=16)
+    assert len(engines["v"][0].submits[0]) == 64
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lockstep_gives_the_engines_the_same_batches_whatever_the_timing(replicas):
+    verifier, rest = script()
+
+    def batches(delay_s):
+        engines = {name: [Engine(each, seed=int(delay_s * 1e4) + i, delay_s=delay_s) for i in range(replicas)] for name, each in scripts}
+        collect(engines, lockstep=True)
+        return [[[(r.seed, r.prompt_ids) for r in share] for share in engine.submits] for group in engines.values() for engine in group]
+
+    scripts = (("v", verifier), ("s", rest))
+    assert batches(0.001) == batches(0.008)
+
+
+def test_replicas_share_the_load():
+    verifier, rest = script()
+    _, engines = collect({"v": [verifier, verifier], "s": [rest]}, samples=8)
+    assert all(engine.submits for engine in engines["v"])
+
+
+def test_a_retrieval_failure_costs_its_trajectory_only():
+    verifier, rest = script(query="fail")
+    trajectories, _ = collect({"v": [lambda r: reply("<verify>no</verify>")(r)], "s": [rest]})
+    assert {t.failure for t in trajectories} == {"retrieval"}
+    assert len(collate(trajectories, ("verifier", "search", "answer"), ("v", "s"), {"verifier"})) == 0
+
+
+@pytest.mark.parametrize("sample", [
+    lambda r: Sample(r.key, [], [], "error", 0, error="NaN"),
+    lambda r: Sample(r.key, [65], [float("nan")], "stop", 0),
+])
+def test_an_engine_s_nan_costs_its_trajectory_only(sample):
+    calls = []
+
+    def verifier(request):
+        calls.append(request)
+        return sample(request) if len(calls) == 1 else reply("<verify>yes</verify>")(request)
+
+    trajectories, _ = collect({"v": [verifier], "s": [script()[1]]})
+    assert sorted(t.failure or "" for t in trajectories) == [""] * 7 + ["engine"]
+    assert all(t.reward == 1.0 for t in trajectories if t.failure is None)
+
+
+def test_a_silent_engine_ends_the_run_and_is_named():
+    class Silent(Engine):
+        async def submit(self, requests):
+            pass
+
+    with pytest.raises(EngineTimeout, match="policy 'v'"):
+        collect({"v": [Silent(None)], "s": [script()[1]]}, timeout_s=0.2)
+
+
+def test_a_dead_engine_ends_the_run_with_its_own_error():
+    class Dead(Engine):
+        async def poll(self, timeout_s):
+            raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        collect({"v": [Dead(reply("x"))], "s": [script()[1]]})
+
+
+def test_a_long_prompt_loses_its_oldest_history_and_keeps_the_question():
+    seen = []
+
+    def verifier(request):
+        seen.append("".join(map(chr, request.prompt_ids)))
+        return reply("<verify>no</verify>")(request)
+
+    collect({"v": [verifier], "s": [script(query="qqqq")[1]]}, samples=1, config=RolloutConfig(max_prompt_tokens=16))
+    assert all(len(prompt) <= 16 and prompt.startswith("question ") for prompt in seen)
+    assert any(prompt.endswith("qqqq") for prompt in seen)
+
+
+def test_a_prompt_that_cannot_fit_masks_the_trajectory():
+    verifier, rest = script()
+    trajectories, _ = collect({"v": [verifier], "s": [rest]}, config=RolloutConfig(max_prompt_tokens=5))
+    assert {t.failure for t in trajectories} == {"prompt_too_long"}
+
+
+def test_collated_columns_hold_every_turn_once():
+    verifier, rest = script()
+    trajectories, _ = collect({"v": [verifier], "s": [rest]})
+    batch = collate(trajectories, ("verifier", "search", "answer"), ("v", "s"), {"verifier", "answer"})
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    assert len(batch) == len(turns)
+    for row, turn in enumerate(turns):
+        start, end = batch.offsets[row:row + 2].tolist()
+        assert batch.tokens[start:end].tolist() == turn.prompt_ids + turn.token_ids
+        assert batch.agents[batch.agent[row]] == turn.agent and batch.policies[batch.policy[row]] == turn.policy
+        assert bool(batch.trainable[row]) == (turn.agent != "search")
+    picked = batch.select(batch.agent == 0)
+    assert picked.offsets[-1] == len(picked.tokens) and picked.response_offsets[-1] == len(picked.engine_logprobs)
