@@ -1,13 +1,24 @@
 """A live Megatron model as Hugging Face tensors, one parameter at a time: for saving, and for weight updates."""
 
+import shutil
+from pathlib import Path
 from typing import Iterator
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from checkpoints_conv.hf_writer import (
+    MAX_SHARD_BYTES,
+    copy_side_files,
+    plan_shards,
+    replace_folder,
+    shard_names,
+    write_index,
+)
 from checkpoints_conv.live import LiveParameter, live_parameters
 from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
 from checkpoints_conv.spec import ModelSpec
 
 
@@ -34,22 +45,88 @@ def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, 
             yield from mapping.to_hf(live.name, shards)
 
 
+def export_hf_folder(
+    model_chunks: list,
+    spec: ModelSpec,
+    source: "str | Path",
+    folder: "str | Path",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a live model as a Hugging Face folder, atomically; an existing folder is replaced.
+
+    Collective over all ranks; `folder` must be on storage that they share.  One rank of each pipeline stage writes that
+    stage's shards, one tensor in memory at a time.
+
+    Args:
+        source: folder with the config, tokenizer and chat template to copy.
+    """
+    folder = Path(folder)
+    beside = folder.with_name(folder.name + ".incomplete")
+    first = torch.distributed.get_rank() == 0
+    if first:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    own = plan_shards(stage_entries(model_chunks, spec), max_shard_bytes)
+    stages = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    torch.distributed.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
+    shards = [shard for stage in stages for shard in stage]
+    before = sum(map(len, stages[: parallel_state.get_pipeline_model_parallel_rank()]))
+    torch.distributed.barrier()
+    files = [beside / name for name in shard_names(len(shards))[before : before + len(own)]]
+    _write_stage(iter_hf_tensors(model_chunks, spec), own, files)
+    torch.distributed.barrier()
+    if first:
+        write_index(beside, shards)
+        copy_side_files(Path(source), beside, shards[0][0].dtype)
+        replace_folder(beside, folder)
+    torch.distributed.barrier()
+
+
+def stage_entries(model_chunks: list, spec: ModelSpec) -> list[TensorEntry]:
+    """What `iter_hf_tensors` yields on this pipeline stage, in the same order, without gathering anything."""
+    mapping = ModelMapping(spec)
+    shapes = mapping.hf_shapes()
+    return [
+        TensorEntry(hf_name, shapes[hf_name], live.parameter.dtype)
+        for live in live_parameters(model_chunks, mapping)
+        if not live.tied_copy
+        for name in _published(live, mapping)
+        for hf_name in mapping.entry(name).hf
+    ]
+
+
+def _write_stage(tensors: Iterator[tuple[str, Tensor]], shards: list[list[TensorEntry]], files: list[Path]) -> None:
+    """Every rank iterates, since the tensors are gathered; one of them writes."""
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    for shard, file in zip(shards, files, strict=True):
+        if not writes:
+            for _ in shard:
+                next(tensors)
+            continue
+        with SafetensorsWriter(file, shard) as writer:
+            for _ in shard:
+                name, tensor = next(tensors)
+                writer.write(name, tensor.cpu())
+
+
 def _experts(live: LiveParameter, shards: list[Tensor], mapping: ModelMapping) -> Iterator[tuple[str, Tensor]]:
     """The experts that stand at the same place on every expert-parallel rank."""
-    ranks = parallel_state.get_expert_model_parallel_world_size()
     group = parallel_state.get_expert_model_parallel_group()
-    local = mapping.spec.experts // ranks
-    before, number, after = _split_expert(live.name)
-    gathered = [_all_gather(shard, ranks, group) for shard in shards]  # [tensor rank][expert rank]
-    for rank in range(ranks):
-        name = f"{before}{number % local + rank * local}{after}"
+    names = _published(live, mapping)
+    gathered = [_all_gather(shard, len(names), group) for shard in shards]  # [tensor rank][expert rank]
+    for rank, name in enumerate(names):
         yield from mapping.to_hf(name, [shard[rank] for shard in gathered])
 
 
-def _split_expert(name: str) -> tuple[str, int, str]:
-    before, rest = name.split(".local_experts.")
+def _published(live: LiveParameter, mapping: ModelMapping) -> list[str]:
+    """Global Megatron names that a local parameter stands for: itself, or one expert of every expert-parallel rank."""
+    if not live.expert:
+        return [live.name]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    local = mapping.spec.experts // ranks
+    before, rest = live.name.split(".local_experts.")
     number, after = rest.split(".", 1)
-    return f"{before}.local_experts.", int(number), f".{after}"
+    return [f"{before}.local_experts.{int(number) % local + rank * local}.{after}" for rank in range(ranks)]
 
 
 def _all_gather(tensor: Tensor, size: int, group) -> list[Tensor]:

@@ -9,10 +9,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.safetensors_writer import DTYPES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_config(folder: "str | Path") -> dict:

@@ -184,8 +184,9 @@ class Family:
     def _experts(self, config: dict) -> dict:
         if not self.moe:
             return {}
+        # transformers 5 writes num_experts under another name
         return {
-            "experts": self._get(config, "num_experts"),
+            "experts": config.get("num_local_experts") or self._get(config, "num_experts"),
             "experts_per_token": self._get(config, "num_experts_per_tok"),
             "expert_ffn": self._get(config, "moe_intermediate_size"),
             "normalise_experts": bool(config.get("norm_topk_prob", False)),

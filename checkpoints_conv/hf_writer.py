@@ -1,0 +1,114 @@
+"""Hugging Face folders on the way out: shards of bounded size, their index, and the files beside the weights."""
+
+import json
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
+from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+
+MAX_SHARD_BYTES = 5 * 10**9
+# What a folder holds beside its weights: config, generation config, tokenizer, chat template.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+
+
+def plan_shards(entries: Iterable[TensorEntry], max_bytes: int = MAX_SHARD_BYTES) -> list[list[TensorEntry]]:
+    """Consecutive tensors in shards of at most `max_bytes`; a larger tensor has a shard of its own."""
+    shards: list[list[TensorEntry]] = []
+    room = 0
+    for entry in entries:
+        if not shards or entry.bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(entry)
+        room -= entry.bytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of a folder of `count` shards, as transformers names them."""
+    if count == 1:
+        return [WEIGHTS]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
+    """Write model.safetensors.index.json; a folder of one shard has none."""
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(entry.bytes for shard in shards for entry in shard)},
+        "weight_map": {
+            entry.name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for entry in shard
+        },
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_side_files(source: Path, target: Path, dtype: "torch.dtype | None" = None) -> None:
+    """Copy config, generation config, tokenizer and chat template.
+
+    Args:
+        dtype: of the weights beside them; config.json is rewritten if it names another.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILES):
+            shutil.copyfile(path, target / path.name)
+    if dtype is None:
+        return
+    config = read_config(target)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    name = str(dtype).removeprefix("torch.")
+    if config.get(key, name) != name:
+        text = json.dumps({**config, key: name}, indent=2, ensure_ascii=False) + "\n"
+        (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def write_hf_folder(folder: "str | Path", source: "str | Path", tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a whole folder from tensors in memory, atomically; an existing folder is replaced.
+
+    Args:
+        folder: to write.
+        source: folder with the config, tokenizer and chat template to copy.
+        tensors: (HF name, tensor) pairs.
+    """
+    folder = Path(folder)
+    beside = folder.with_name(folder.name + ".incomplete")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    held = dict(tensors)
+    shards = plan_shards(TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items())
+    for file, shard in zip(shard_names(len(shards)), shards, strict=True):
+        with SafetensorsWriter(beside / file, shard) as writer:
+            for entry in shard:
+                writer.write(entry.name, held[entry.name])
+    write_index(beside, shards)
+    copy_side_files(Path(source), beside, shards[0][0].dtype)
+    replace_folder(beside, folder)
+
+
+def replace_folder(beside: Path, folder: Path) -> None:
+    """Give a finished folder its name; a folder that has it already is moved away first and then removed."""
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(beside, folder)
+        shutil.rmtree(old)
+    else:
+        os.replace(beside, folder)

@@ -1,0 +1,86 @@
+"""Safetensors files written tensor by tensor, in any order, with one tensor in memory at a time.
+
+The safetensors library writes a file from a dict of all its tensors.  The format (https://github.com/huggingface/safetensors)
+is a little-endian uint64 header length, a JSON header of dtypes, shapes and offsets, and the tensors' bytes.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.errors import ConversionError
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor that a file will hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """One file; a context manager that gives the file its name only when every tensor has been written.
+
+    Raises:
+        ConversionError: a tensor that is not of `entries`, or of another shape or dtype; a tensor that was never written.
+        OSError: as the file system says it.
+    """
+
+    def __init__(self, path: Path, entries: Iterable[TensorEntry]):
+        self.path = path
+        self._beside = path.with_name(path.name + ".part")
+        self._entries = {entry.name: entry for entry in entries}
+        self._offsets: dict[str, int] = {}
+        self._missing = set(self._entries)
+        header: dict = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in self._entries.values():
+            header[entry.name] = {
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [end, end + entry.bytes],
+            }
+            self._offsets[entry.name] = end
+            end += entry.bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._file = open(self._beside, "wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor."""
+        entry = self._entries.get(name)
+        if entry is None or (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+            raise ConversionError(f"{self.path}: {name!r} {list(tensor.shape)} {tensor.dtype} was not announced, but {entry}")
+        self._file.seek(self._start + self._offsets[name])
+        self._file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        self._missing.discard(name)
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is not None:
+            self._file.close()
+            return
+        if self._missing:
+            raise ConversionError(f"{self.path}: never written: {', '.join(sorted(self._missing)[:5])}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._beside, self.path)
