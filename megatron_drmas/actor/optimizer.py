@@ -52,6 +52,8 @@ def build_schedule(optimizer: MegatronOptimizer, settings: ActorSettings) -> Opt
         end_wd=chosen.weight_decay,
         wd_incr_steps=settings.decay_steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a checkpoint brings the step count; a longer run may stretch the decay
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from checkpoints_conv.export import export_hf_folder
 from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import read_config
 from checkpoints_conv.load import load_hf_weights
@@ -149,6 +150,13 @@ class PolicyActor:
     def load(self, path: str) -> None:
         """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
         load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+
+    def export_hf(self, path: str) -> None:
+        """Write the whole policy as a Hugging Face folder (storage shared by all ranks), atomically.
+
+        Tokenizer, chat template and generation config come from `settings.policy.model`.
+        """
+        export_hf_folder([self.model], self.spec, self.settings.policy.model, path)
 
     def shutdown(self) -> None:
         """Leave the process group and free the model."""
