@@ -5,15 +5,10 @@ set -uo pipefail
 LAB=${SLURM_LAB_ROOT:-/tmp/slurm_lab}
 export SLURM_CONF=$LAB/etc/slurm.conf
 
-stop() { # PIDFILE COMM
-  local pid t
-  pid=$(cat "$1" 2>/dev/null) || return 0
-  if [ -n "$pid" ] && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$2" ]; then
-    kill -TERM "$pid"
-    for ((t = 0; t < 100; t++)); do [ -d "/proc/$pid" ] || break; sleep 0.1; done
-    [ ! -d "/proc/$pid" ] || kill -KILL "$pid"
-  fi
-  rm -f "$1"
+daemon() { # PIDFILE: the live daemon's process id, or nothing
+  local pid comm
+  pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && comm=$(cat "/proc/$pid/comm" 2>/dev/null) || return 0
+  case ${1##*/}/$comm in slurmctld.pid/slurmctld | slurmd.*.pid/slurmd | munged.pid/munged) echo "$pid" ;; esac
 }
 
 if [ -e "$LAB/pid/slurmctld.pid" ]; then
@@ -23,9 +18,18 @@ if [ -e "$LAB/pid/slurmctld.pid" ]; then
     for ((t = 0; t < 150; t++)); do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.1; done
   fi
 fi
-for file in "$LAB"/pid/slurmd.*.pid; do stop "$file" slurmd; done
-stop "$LAB/pid/slurmctld.pid" slurmctld
-stop "$LAB/pid/munged.pid" munged
+pids=()
+for file in "$LAB"/pid/*.pid; do mapfile -t -O ${#pids[@]} pids < <(daemon "$file"); done
+((!${#pids[@]})) || kill -TERM "${pids[@]}"
+for ((t = 0; t < 100; t++)); do
+  kill -0 "${pids[@]}" 2>/dev/null || break
+  sleep 0.1
+done
+for file in "$LAB"/pid/*.pid; do
+  mapfile -t pids < <(daemon "$file")
+  ((!${#pids[@]})) || kill -KILL "${pids[@]}"
+  rm -f "$file"
+done
 if [ -s "$LAB/etc/netns.list" ]; then
   while read -r node; do
     ip netns del "$node" 2>/dev/null
