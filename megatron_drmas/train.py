@@ -108,10 +108,12 @@ def main() -> int:
 
     def command(config: RunConfig) -> None:
         from megatron_drmas.cluster.process import ProcessFailure
+        from megatron_drmas.rollout.client import EngineTimeout
+        from megatron_drmas.weight_sync.errors import WeightSyncError
 
         try:
             asyncio.run(train(config))
-        except ProcessFailure as failure:
+        except (ProcessFailure, EngineTimeout, WeightSyncError) as failure:
             sys.exit(f"train: {failure}")
 
     return run_command("python -m megatron_drmas.train", command)

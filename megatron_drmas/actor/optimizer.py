@@ -16,7 +16,7 @@ def build_optimizer(model: DistributedDataParallel, settings: ActorSettings) -> 
     """The optimizer of this rank's parameters; biases and norms are not decayed (Megatron's rule)."""
     optimizer, bf16 = settings.policy.optimizer, settings.precision.mode == "bf16"
     _let_distributed_optimizer_load()
-    return get_megatron_optimizer(
+    built = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=optimizer.lr,
@@ -32,6 +32,16 @@ def build_optimizer(model: DistributedDataParallel, settings: ActorSettings) -> 
         ),
         [model],
     )
+    _start_adamw_states(built)
+    return built
+
+
+def separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its own step counter again: Megatron's load hands one tensor to all of them, and torch's
+    AdamW counts in place."""
+    for part in _torch_adamws(optimizer):
+        for state in part.state.values():
+            state["step"] = state["step"].clone()
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: ActorSettings) -> OptimizerParamScheduler:
@@ -73,6 +83,24 @@ def optimizer_step(optimizer: MegatronOptimizer, schedule: OptimizerParamSchedul
     optimizer.step_with_ready_grads()
     schedule.step(increment=1)
     return norm, True
+
+
+def _torch_adamws(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
+    """The torch optimizers inside; none where Transformer Engine's or Apex's FusedAdam is in use."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    return [part for part in parts if isinstance(part, torch.optim.AdamW)]
+
+
+def _start_adamw_states(optimizer: MegatronOptimizer) -> None:
+    """Fill in the states that torch makes in its first step: Megatron can neither save nor load without them."""
+    for part in _torch_adamws(optimizer):
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                part.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def _let_distributed_optimizer_load() -> None:

@@ -13,6 +13,7 @@ import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
+from megatron_drmas.cluster.process import together
 from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS
@@ -131,18 +132,6 @@ class Cluster:
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
-
-
-async def together(coroutines) -> list[Any]:
-    """Await coroutines at the same time; the first failure is raised at once and the others are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def resolve_device(config: RunConfig) -> str:

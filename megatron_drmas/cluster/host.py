@@ -4,6 +4,7 @@ This module imports nothing heavy: the environment of torch, Megatron and vLLM i
 """
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import inspect
@@ -11,8 +12,9 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 PR_SET_PDEATHSIG = 1
 
@@ -50,11 +52,13 @@ class Host:
             args: of its constructor.
         """
         module, _, name = target.partition(":")
-        self._object = getattr(importlib.import_module(module), name)(*args)
+        with _logged():
+            self._object = getattr(importlib.import_module(module), name)(*args)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object."""
-        return getattr(self._object, method)(*args)
+        """Call a method of the object; an exception is also written to the log."""
+        with _logged():
+            return getattr(self._object, method)(*args)
 
 
 class AsyncHost(Host):
@@ -65,9 +69,19 @@ class AsyncHost(Host):
 
     async def call(self, method: str, *args: Any) -> Any:
         function = getattr(self._object, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.to_thread(function, *args)
+        with _logged():
+            if inspect.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.to_thread(function, *args)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        raise
 
 
 def die_with_parent() -> None:

@@ -1,17 +1,17 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
-import asyncio
+from functools import partial
 from pathlib import Path
-from typing import Any, Awaitable, Optional
+from typing import Any, Awaitable, Callable, Optional
 
 import ray
 
 from megatron_drmas.cluster.placement import Slot
-from megatron_drmas.cluster.process import RemoteProcess
+from megatron_drmas.cluster.process import RemoteProcess, together
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
-from megatron_drmas.weight_sync.verify import compare
+from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
 
 SUBMIT_TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ class PolicyRuntime:
 
     async def start(self) -> None:
         """Bring up every process; the actor with the model folder's weights."""
-        await _all(*(self._start_engine(engine) for engine in self._engines), self._start_actor())
+        await together([*(self._start_engine(engine) for engine in self._engines), self._start_actor()])
 
     async def _start_engine(self, engine: RemoteProcess) -> None:
         settings = EngineSettings(
@@ -75,7 +75,7 @@ class PolicyRuntime:
             total_steps=config.steps, updates_per_batch=config.algorithm.updates_per_batch,
         )
         host, port = await self._actors[0].address(timeout_s)
-        await _all(*(
+        await together((
             actor.build("megatron_drmas.cluster.actor_process:ActorProcess", settings, rank, len(self._actors), host, port, timeout_s=timeout_s)
             for rank, actor in enumerate(self._actors)
         ))
@@ -85,28 +85,28 @@ class PolicyRuntime:
         """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`."""
         return (await self._on_all_ranks("update", ray.put(batch), step, timeout_s=self._step_timeout_s))[0]
 
-    async def sync_weights(self, version: int, verify: bool) -> None:
+    async def sync_weights(self, version: int, verify: bool) -> SyncStats:
         """Bring the engines to the actor's weights, and compare them tensor by tensor if asked.
 
         Raises:
-            WeightSyncError: an engine computes with something else than what was sent.
-            ProcessFailure: a sender or a receiver died or did not answer in time.
+            WeightSyncError: names the rank, the engine or the tensor at fault.
         """
         timeout_s = self._config.cluster.sync_timeout_s
-        await self._on_all_ranks("begin_send", self._config.precision.rollout, verify, timeout_s=timeout_s)
-        await self._on_all_engines("begin_update", timeout_s=timeout_s)
-        while True:
-            buckets = await self._on_all_ranks("next_bucket", timeout_s=timeout_s)
-            if all(bucket is None for bucket in buckets):
-                break
-            for bucket in filter(None, buckets):
-                await self._on_all_engines("load_bucket", bucket, timeout_s=timeout_s)
-        await self._on_all_engines("finish_update", version, timeout_s=timeout_s)
-        digests = await self._on_all_ranks("end_send", timeout_s=timeout_s)
-        if verify:
-            sent = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-            for engine, loaded in zip(self._engines, await self._on_all_engines("weight_digests", timeout_s=timeout_s)):
-                compare(sent, loaded, engine.name)
+
+        def remote(process: RemoteProcess, method: str) -> Callable[..., Awaitable[Any]]:
+            return lambda *args: process.call(method, *args, timeout_s=timeout_s)
+
+        senders = [
+            SenderCalls(
+                actor.name, partial(remote(actor, "begin_send"), self._config.precision.rollout), remote(actor, "next_bucket"), remote(actor, "end_send"),
+            )
+            for actor in self._actors
+        ]
+        engines = [
+            EngineCalls(engine.name, *(remote(engine, method) for method in ("begin_update", "load_bucket", "finish_update", "weight_digests")))
+            for engine in self._engines
+        ]
+        return await synchronise(senders, engines, version, timeout_s, verify)
 
     async def save(self, folder: Path) -> None:
         """Write the actor's checkpoint."""
@@ -129,11 +129,8 @@ class PolicyRuntime:
         for process in self._actors + self._engines:
             process.kill()
 
-    async def _on_all_engines(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return await _all(*(engine.call(method, *args, timeout_s=timeout_s) for engine in self._engines))
-
     async def _on_all_ranks(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return await _all(*(actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors))
+        return await together((actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors))
 
 
 class EngineProxy:
@@ -147,10 +144,6 @@ class EngineProxy:
 
     def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
         return self._process.call("poll", timeout_s, timeout_s=timeout_s + SUBMIT_TIMEOUT_S)
-
-
-async def _all(*awaitables: Awaitable[Any]) -> list[Any]:
-    return await asyncio.gather(*awaitables)
 
 
 def _environment(kind: str, slot: Slot, threads: int) -> dict[str, str]:
