@@ -30,7 +30,7 @@ run_group() {
     wait "$leader" || status=$?
     [ $interrupted = yes ]
   do :; done
-  [ "$status" != 127 ] || status=$last # it ended, and was waited for, just as a signal came
+  [ "$status" != 127 ] || [ -z "$RECEIVED" ] || status=$last # it ended, and was waited for, just as a signal came
   [ -z "$watchdog" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
   _end_leftovers "$leader" "$mark"
   trap - INT TERM HUP USR1

@@ -45,7 +45,7 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("code", [0, 7, 127])
 def test_the_status_is_the_commands(run_group, code):
     process = run_group(f"exit {code}")
     assert process.communicate()[0] == "received=\n" and process.returncode == code
