@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
+from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks, segment_total
 
 
 ROUNDING = 1e-8  # a spread below this share of the mean is what summation order leaves of equal samples
@@ -51,13 +51,11 @@ def cell_statistics(scores: Tensor, cell: Tensor, cells: int) -> CellStatistics:
         cell: int64 [R] in [0, cells).
     """
     count = torch.bincount(cell, minlength=cells).double()
-    total, m2 = torch.zeros_like(count), torch.zeros_like(count)
-    for rows in row_blocks(cell):
-        total.index_add_(0, cell[rows], scores[rows].double())
-    mean = total.div_(count.clamp(min=1))
-    for rows in row_blocks(cell):
-        m2.index_add_(0, cell[rows], mean.index_select(0, cell[rows]).sub_(scores[rows]).square_())
-    return CellStatistics(count, mean, m2)
+    mean = segment_total(scores.double(), cell, cells).div_(count.clamp(min=1))
+    deviation = torch.empty(len(scores), dtype=torch.float64, device=scores.device)
+    for rows in row_blocks(scores):
+        torch.index_select(mean, 0, cell[rows], out=deviation[rows]).sub_(scores[rows]).square_()
+    return CellStatistics(count, mean, segment_total(deviation, cell, cells))
 
 
 def merge_statistics(parts: Sequence[CellStatistics]) -> CellStatistics:
