@@ -28,7 +28,7 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.config.load import to_dict
     from megatron_drmas.data.questions import load_questions
     from megatron_drmas.data.sampler import QuestionSampler
-    from megatron_drmas.observability.run_log import RunLog
+    from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.step_record import step_record, trajectory_records
@@ -44,6 +44,11 @@ async def train(config: RunConfig) -> None:
     resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else checkpoints.clear()
     folder, state = resumed if resumed else (None, {"step": 0})
     done = state["step"]
+
+    finished = finished_summary(run_dir, config.steps) if resumed else None
+    if finished:
+        print("nothing left to do:", *last_words(run_dir, finished), sep="\n")
+        return
 
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step=done if resumed else None) as log:
         stop = StopRequest()

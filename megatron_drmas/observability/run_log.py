@@ -14,6 +14,7 @@
 """
 
 import asyncio
+import json
 import shutil
 import time
 from contextlib import contextmanager
@@ -185,15 +186,7 @@ class RunLog:
         self._write("end", self._summary.as_dict()["step"], status=status)
         self._tensorboard.close()
         self._report()
-        places = {
-            "checkpoints": self._run_dir / "checkpoints",
-            "exported models": self._run_dir / "hf",
-            "TensorBoard log": self._run_dir / "tensorboard",
-            "report": self._run_dir / "report.html",
-            "summary": self._run_dir / "summary.json",
-        }
-        found = {what: str(path) for what, path in places.items() if path.exists()}
-        for text in closing_lines(self._summary.as_dict(), found):
+        for text in last_words(self._run_dir, self._summary.as_dict()):
             self._progress.note(text)
 
     def _write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
@@ -213,6 +206,32 @@ class RunLog:
         write_report(self._run_dir)
         ended = self._clock()
         self._report_due = ended + max(REPORT_EVERY_S, (ended - began) / REPORT_SHARE)
+
+
+def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """What a run says at its end: what was learnt, and where things lie.
+
+    Args:
+        run_dir: the run's folder.
+        summary: as in its summary.json.
+    """
+    places = {
+        "checkpoints": run_dir / "checkpoints",
+        "exported models": run_dir / "hf",
+        "TensorBoard log": run_dir / "tensorboard",
+        "report": run_dir / "report.html",
+        "summary": run_dir / "summary.json",
+    }
+    return closing_lines(summary, {what: str(path) for what, path in places.items() if path.exists()})
+
+
+def finished_summary(run_dir: Path, steps: int) -> Optional[dict[str, Any]]:
+    """The summary of a run that has come to its end after `steps` steps; None if it has not."""
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["status"] == FINISHED and summary["step"] >= steps else None
 
 
 def agents_by_policy(config: dict[str, Any]) -> dict[str, list[str]]:
