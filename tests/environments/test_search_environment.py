@@ -1,0 +1,101 @@
+"""Exact match, and what a bad retrieval server costs."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
+from megatron_drmas.environments.search import SearchEnvironment, exact_match, normalise_answer
+from megatron_drmas.team.trajectory import TrajectoryFailure
+
+
+@pytest.mark.parametrize("answer, accepted, score", [
+    ("The Eiffel Tower.", ("eiffel tower",), 1.0),
+    ("an apple", ("Apple",), 1.0),
+    ("Paris, France", ("paris france",), 1.0),
+    ("Paris", ("London", "PARIS"), 1.0),
+    ("Paris France", ("Paris",), 0.0),
+    (None, ("x",), 0.0),
+    ("", ("x",), 0.0),
+    ("theatre", ("atre",), 0.0),
+])
+def test_exact_match(answer, accepted, score):
+    assert exact_match(answer, accepted) == score
+
+
+def test_normalisation_is_idempotent():
+    text = "  The  quick,  brown fox -- an answer! "
+    assert normalise_answer(normalise_answer(text)) == normalise_answer(text) == "quick brown fox answer"
+
+
+def ask(handler, queries=1, **settings):
+    """Retrieve from a server that answers with `handler`."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/retrieve", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=f"http://127.0.0.1:{port}", **settings))
+        try:
+            async with SearchEnvironment(config) as environment:
+                return await asyncio.gather(*(environment.retrieve(f"q{i}") for i in range(queries)), return_exceptions=True)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+async def ranked(request):
+    body = await request.json()
+    return web.json_response({"result": [[{"contents": f"{body['query']} {rank}"} for rank in range(body["topk"])]]})
+
+
+@pytest.mark.parametrize("order, first", [("best_first", "q0 0"), ("best_last", "q0 1")])
+def test_passages_come_in_the_order_that_was_asked_for(order, first):
+    [passages] = ask(ranked, topk=2, order=order)
+    assert passages[0] == first and len(passages) == 2
+
+
+async def broken(request):
+    return web.Response(status=500)
+
+
+async def slow(request):
+    await asyncio.sleep(5)
+
+
+async def no_json(request):
+    return web.Response(text="<html>", content_type="application/json")
+
+
+async def wrong_shape(request):
+    return web.json_response({"result": []})
+
+
+@pytest.mark.parametrize("handler", [broken, slow, no_json, wrong_shape])
+def test_a_bad_answer_is_the_trajectory_s_failure(handler):
+    [failure] = ask(handler, timeout_s=0.3)
+    assert isinstance(failure, TrajectoryFailure) and failure.cause == "retrieval"
+
+
+def test_a_server_that_is_gone_is_the_trajectory_s_failure():
+    async def run():
+        config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9", timeout_s=1))
+        async with SearchEnvironment(config) as environment:
+            await environment.retrieve("q")
+
+    with pytest.raises(TrajectoryFailure, match="retrieval"):
+        asyncio.run(run())
+
+
+def test_one_failure_leaves_the_others_alone():
+    async def every_other(request):
+        return await (broken if (await request.json())["query"] == "q1" else ranked)(request)
+
+    found = ask(every_other, queries=3)
+    assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]

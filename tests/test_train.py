@@ -1,0 +1,57 @@
+"""Whole runs of the tiny team: real actors, engines, retrieval and weight updates."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SMALL = [
+    "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=0", "deterministic=true",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_team(tmp_path_factory, repository):
+    folder = tmp_path_factory.mktemp("tiny_team")
+    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(tiny_team, tmp_path_factory, repository):
+    """Run the command; returns the run folder."""
+    output_dir = tmp_path_factory.mktemp("runs")
+
+    def run(name, *overrides):
+        command = [sys.executable, "-m", "megatron_drmas.train", f"name={name}", f"output_dir={output_dir}", f"variables.tiny_team={tiny_team}"]
+        done = subprocess.run([*command, *SMALL, *overrides], cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return output_dir / name
+
+    return run
+
+
+def steps(run_dir):
+    """What each step measured, without its times."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "tokens_generated")} for line in lines if line["kind"] == "step"}
+
+
+def test_a_run_that_is_continued_equals_an_undisturbed_one_bit_for_bit(train):
+    undisturbed = train("undisturbed", "steps=3")
+    train("continued", "steps=2")
+    continued = train("continued", "steps=3")
+    assert steps(continued) == steps(undisturbed) and len(steps(continued)) == 3
+    for step in (1, 2, 3):
+        name = f"trajectories/step_{step:06d}.jsonl"
+        assert (continued / name).read_text() == (undisturbed / name).read_text()
+    for weights in undisturbed.glob("hf/*/*.safetensors"):
+        assert (continued / weights.relative_to(undisturbed)).read_bytes() == weights.read_bytes()
+    summary = json.loads((continued / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["max_prob_ratio"] <= 1.01 and summary["max_logprob_diff"] <= 1e-3
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for folder in (continued / "hf").iterdir():
+        assert AutoModelForCausalLM.from_pretrained(folder).dtype.itemsize == 4 and AutoTokenizer.from_pretrained(folder).chat_template
