@@ -97,16 +97,18 @@ def stage_entries(model_chunks: list, spec: ModelSpec) -> list[TensorEntry]:
 
 def _write_stage(tensors: Iterator[tuple[str, Tensor]], shards: list[list[TensorEntry]], files: list[Path]) -> None:
     """Every rank iterates, since the tensors are gathered; one of them writes."""
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and replica == 0
     for shard, file in zip(shards, files, strict=True):
         if not writes:
             for _ in shard:
                 next(tensors)
             continue
-        with SafetensorsWriter(file, shard) as writer:
-            for _ in shard:
-                name, tensor = next(tensors)
-                writer.write(name, tensor.cpu())
+        writer = SafetensorsWriter(file, shard)
+        for _ in shard:
+            name, tensor = next(tensors)
+            writer.write(name, tensor.cpu())
+        writer.close()
 
 
 def _experts(live: LiveParameter, shards: list[Tensor], mapping: ModelMapping) -> Iterator[tuple[str, Tensor]]:

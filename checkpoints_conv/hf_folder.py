@@ -1,18 +1,22 @@
 """Hugging Face folders: config, and tensors of (sharded) safetensors read lazily."""
 
 import json
+import pickle
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
 from checkpoints_conv.safetensors_writer import DTYPES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def read_config(folder: "str | Path") -> dict:
@@ -25,7 +29,7 @@ def read_config(folder: "str | Path") -> dict:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON file of a checkpoint folder.
+    """A JSON object in a file of a checkpoint folder.
 
     Raises:
         ConversionError: names the file that is missing or broken.
@@ -33,30 +37,43 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         raise ConversionError(f"{path} does not exist")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConversionError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path} holds no JSON object")
+    return value
 
 
 class HfFolder:
     """The tensors of a folder, mapped into memory and read only where they are used.
 
     Raises (on construction):
-        ConversionError: no safetensors, a truncated shard, an index that disagrees with its shards, or a dtype other
-            than float32, float16 and bfloat16 (quantised weights); the message names file and tensor.
+        ConversionError: no weights, a truncated shard, an index that disagrees with its shards, or a dtype other than
+            float32, float16 and bfloat16 (quantised weights); the message names file and tensor.
     """
 
-    def __init__(self, folder: "str | Path"):
+    def __init__(self, folder: "str | Path", allow_pickle: bool = False):
+        """
+        Args:
+            allow_pickle: where there are no safetensors, read pytorch_model.bin (torch.load with weights_only).
+        """
         self.folder = Path(folder)
         self.file_of: dict[str, str] = {}  # tensor -> shard
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._open: dict[str, safe_open] = {}
-        index = self._read_index()
-        for shard in sorted(set(index.values())) if index is not None else [WEIGHTS]:
-            self._add_shard(shard)
+        self._get: dict[str, Callable[[str], Tensor]] = {}
+        pickled = not any((self.folder / name).is_file() for name in (WEIGHTS, INDEX))
+        if pickled and not allow_pickle:
+            found = [name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if (self.folder / name).is_file()]
+            remedy = f"; {found[0]} is read only on request (--allow-pickle)" if found else ""
+            raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}{remedy}")
+        whole, index_name = (PICKLED_WEIGHTS, PICKLED_INDEX) if pickled else (WEIGHTS, INDEX)
+        index = self._read_index(index_name)
+        for shard in sorted(set(index.values())) if index is not None else [whole]:
+            self._add_pickled(shard) if pickled else self._add_safetensors(shard)
         if index is not None:
-            self._check_index(index)
+            self._check_index(index, index_name)
 
     def names(self) -> list[str]:
         return list(self.file_of)
@@ -72,51 +89,71 @@ class HfFolder:
         """
         if name not in self.file_of:
             raise ConversionError(f"{self.folder} has no tensor {name!r}")
-        return self._open[self.file_of[name]].get_tensor(name)
+        return self._get[self.file_of[name]](name)
 
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(
-            torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()
-        )
+    def check(self, mapping: ModelMapping) -> None:
+        """Compare the tensors with what the config asks for.
 
-    def _read_index(self) -> Optional[dict[str, str]]:
-        path = self.folder / INDEX
+        A tied checkpoint may store its output layer too, if it equals the embedding.
+
+        Raises:
+            ConversionError: names the missing, unknown, wrong-shaped or differing tensors.
+        """
+        mapping.check_hf(self.shapes)
+        if mapping.spec.tied and OUTPUT_HF in self and not torch.equal(self.tensor(OUTPUT_HF), self.tensor(EMBEDDING_HF)):
+            raise ConversionError(
+                f"{self.folder}: config.json says tie_word_embeddings, but {OUTPUT_HF} differs from {EMBEDDING_HF}"
+            )
+
+    def _read_index(self, name: str) -> Optional[dict[str, str]]:
+        path = self.folder / name
         if not path.is_file():
-            if not (self.folder / WEIGHTS).is_file():
-                raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}; only safetensors are read")
             return None
         index = read_json(path).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ConversionError(f"{path} has no weight_map")
-        for name, shard in index.items():
-            if not (self.folder / shard).is_file():
-                raise ConversionError(f"{path} puts {name!r} in {shard!r}, which does not exist")
+        for tensor, shard in index.items():
+            if Path(shard).name != shard or not (self.folder / shard).is_file():
+                raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which does not exist beside it")
         return index
 
-    def _add_shard(self, shard: str) -> None:
+    def _add_safetensors(self, shard: str) -> None:
         path = self.folder / shard
         try:
             handle = safe_open(path, "pt")
         except SafetensorError as error:
             raise ConversionError(f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}") from error
-        self._open[shard] = handle
+        self._get[shard] = handle.get_tensor
         for name in handle.keys():
-            if name in self.file_of:
-                raise ConversionError(f"tensor {name!r} is in both {self.file_of[name]!r} and {shard!r}")
             info = handle.get_slice(name)
-            if info.get_dtype() not in DTYPES:
-                raise ConversionError(
-                    f"{path}: tensor {name!r} has dtype {info.get_dtype()}; only {', '.join(DTYPES)} are converted"
-                )
-            self.file_of[name] = shard
-            self.shapes[name] = tuple(info.get_shape())
-            self.dtypes[name] = DTYPES[info.get_dtype()]
+            self._add(shard, name, info.get_shape(), DTYPES.get(info.get_dtype(), info.get_dtype()))
 
-    def _check_index(self, index: dict[str, str]) -> None:
-        for name in index.keys() | self.file_of.keys():
+    def _add_pickled(self, shard: str) -> None:
+        path = self.folder / shard
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise ConversionError(f"{path} is damaged, or holds more than tensors: {error}") from error
+        self._get[shard] = tensors.__getitem__
+        for name, tensor in tensors.items():
+            self._add(shard, name, tensor.shape, tensor.dtype)
+
+    def _add(self, shard: str, name: str, shape, dtype) -> None:
+        if name in self.file_of:
+            raise ConversionError(f"{self.folder}: tensor {name!r} is in both {self.file_of[name]!r} and {shard!r}")
+        if dtype not in DTYPES.values():
+            raise ConversionError(
+                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {', '.join(DTYPES)} are converted, "
+                "quantised weights are not"
+            )
+        self.file_of[name] = shard
+        self.shapes[name] = tuple(shape)
+        self.dtypes[name] = dtype
+
+    def _check_index(self, index: dict[str, str], index_name: str) -> None:
+        for name in sorted(index.keys() | self.file_of.keys()):
             if index.get(name) != self.file_of.get(name):
                 raise ConversionError(
-                    f"{self.folder / INDEX} is wrong about {name!r}: it says {index.get(name)!r}, "
+                    f"{self.folder / index_name} is wrong about {name!r}: it says {index.get(name)!r}, "
                     f"the tensor is in {self.file_of.get(name)!r}"
                 )

@@ -94,9 +94,10 @@ def write_hf_folder(folder: "str | Path", source: "str | Path", tensors: Iterabl
     held = dict(tensors)
     shards = plan_shards(TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items())
     for file, shard in zip(shard_names(len(shards)), shards, strict=True):
-        with SafetensorsWriter(beside / file, shard) as writer:
-            for entry in shard:
-                writer.write(entry.name, held[entry.name])
+        writer = SafetensorsWriter(beside / file, shard)
+        for entry in shard:
+            writer.write(entry.name, held[entry.name])
+        writer.close()
     write_index(beside, shards)
     copy_side_files(Path(source), beside, shards[0][0].dtype)
     replace_folder(beside, folder)

@@ -30,8 +30,7 @@ def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -
     """
     mapping = ModelMapping(spec)
     folder = HfFolder(hf_dir)
-    mapping.check_hf(folder.shapes)
-    check_redundant_output(folder, spec)
+    folder.check(mapping)
     names: list[str] = []
     fault = None
     try:
@@ -42,19 +41,6 @@ def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -
     except ConversionError as error:  # raised below on every rank: one rank alone would leave the others waiting
         fault = str(error)
     check_bijection(names, mapping, fault)
-
-
-def check_redundant_output(folder: HfFolder, spec: ModelSpec) -> None:
-    """Accept a tied checkpoint that stores its output layer too only if it equals the embedding.
-
-    Raises:
-        ConversionError: it does not.
-    """
-    if spec.tied and "lm_head.weight" in folder:
-        if not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
-            raise ConversionError(
-                "config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight"
-            )
 
 
 def check_bijection(names: list[str], mapping: ModelMapping, fault: "str | None" = None) -> None:

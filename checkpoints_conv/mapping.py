@@ -17,8 +17,8 @@ from checkpoints_conv.families.base import EMBEDDING, FINAL_NORM, OUTPUT
 from checkpoints_conv.rules import Rule
 from checkpoints_conv.spec import ModelSpec
 
-OUTPUT_NAME = OUTPUT.megatron
-EMBEDDING_NAME = EMBEDDING.megatron
+EMBEDDING_NAME, EMBEDDING_HF = EMBEDDING.megatron, EMBEDDING.hf[0]
+OUTPUT_NAME, OUTPUT_HF = OUTPUT.megatron, OUTPUT.hf[0]
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class ModelMapping:
         faults = []
         missing = [name for name in expected if name not in shapes]
         if missing:
-            hint = " (is tie_word_embeddings right?)" if OUTPUT.hf[0] in missing else ""
+            hint = " (is tie_word_embeddings right?)" if OUTPUT_HF in missing else ""
             faults.append(f"missing: {_some(missing)}{hint}")
-        allowed = set(expected) | (set(OUTPUT.hf) if self.spec.tied else set())
+        allowed = set(expected) | ({OUTPUT_HF} if self.spec.tied else set())
         unknown = [name for name in shapes if name not in allowed]
         if unknown:
             faults.append(f"unknown: {_some(unknown)}")

@@ -33,7 +33,7 @@ class TensorEntry:
 
 
 class SafetensorsWriter:
-    """One file; a context manager that gives the file its name only when every tensor has been written.
+    """One file, which gets its name when it is closed.
 
     Raises:
         ConversionError: a tensor that is not of `entries`, or of another shape or dtype; a tensor that was never written.
@@ -45,7 +45,7 @@ class SafetensorsWriter:
         self._beside = path.with_name(path.name + ".part")
         self._entries = {entry.name: entry for entry in entries}
         self._offsets: dict[str, int] = {}
-        self._missing = set(self._entries)
+        self.missing = set(self._entries)  # not written yet
         header: dict = {"__metadata__": {"format": "pt"}}
         end = 0
         for entry in self._entries.values():
@@ -69,17 +69,12 @@ class SafetensorsWriter:
             raise ConversionError(f"{self.path}: {name!r} {list(tensor.shape)} {tensor.dtype} was not announced, but {entry}")
         self._file.seek(self._start + self._offsets[name])
         self._file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-        self._missing.discard(name)
+        self.missing.discard(name)
 
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if error is not None:
-            self._file.close()
-            return
-        if self._missing:
-            raise ConversionError(f"{self.path}: never written: {', '.join(sorted(self._missing)[:5])}")
+    def close(self) -> None:
+        """Make the file durable and give it its name."""
+        if self.missing:
+            raise ConversionError(f"{self.path}: never written: {', '.join(sorted(self.missing)[:5])}")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,0 +1,113 @@
+"""Megatron distributed checkpoint -> Hugging Face folder, streaming."""
+
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from checkpoints_conv.dist_reader import DistReader
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import read_config
+from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
+from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
+from checkpoints_conv.progress import byte_progress
+from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+from checkpoints_conv.staging import Staging, fingerprint
+from checkpoints_conv.to_megatron import HF_FILES
+
+
+def to_hf(
+    megatron: Path,
+    out: Path,
+    hf_files: Optional[Path] = None,
+    dtype: Optional[torch.dtype] = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Convert a Megatron distributed checkpoint, of this converter or of a training run in any layout.
+
+    Args:
+        hf_files: folder with config.json, tokenizer and chat template; None: the checkpoint's own folder `hf`.
+        dtype: of the result; None: as stored.
+        max_shard_bytes: largest safetensors file.
+
+    Raises:
+        ConversionError: see `DistReader` and `Staging`.
+    """
+    side = side_files(megatron, hf_files)
+    config = read_config(side)
+    mapping = ModelMapping(family_of(config).model_spec(config))
+    reader = DistReader(megatron, mapping)
+    shapes = mapping.hf_shapes()
+    entries = [
+        TensorEntry(hf_name, shapes[hf_name], dtype or reader.dtype(name))
+        for name, entry in mapping.entries.items()
+        for hf_name in entry.hf
+    ]
+    total = sum(entry.bytes for entry in entries)
+    job = {
+        "operation": "to-hf",
+        "source": str(megatron.resolve()),
+        "files": fingerprint(megatron),
+        "config": config,
+        "dtype": str(dtype),
+        "shard": max_shard_bytes,
+    }
+    staging = Staging(out, job, total)
+    with staging.writing() as beside, byte_progress(f"{megatron.name} -> Hugging Face", total) as advance:
+        shards = plan_shards(entries, max_shard_bytes)
+        stream = _Shards(beside, shards)
+        for name, entry in mapping.entries.items():
+            if stream.wants(entry.hf):
+                for hf_name, tensor in mapping.to_hf(name, [reader.read(name)]):
+                    stream.write(hf_name, tensor if dtype is None else tensor.to(dtype))
+            advance(sum(stream.entries[hf_name].bytes for hf_name in entry.hf))
+        write_index(beside, shards)
+        copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
+        staging.finish()
+
+
+def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
+    """The folder with the config of a Megatron checkpoint.
+
+    Raises:
+        ConversionError: there is none.
+    """
+    side = hf_files or megatron / HF_FILES
+    if not (side / "config.json").is_file():
+        raise ConversionError(
+            f"{side} has no config.json: name a folder with config.json and tokenizer (--hf-files); only checkpoints that "
+            "to-megatron made bring their own"
+        )
+    return side
+
+
+class _Shards:
+    """Shard files written in order; those that an interrupted run has finished are left as they are.
+
+    A Megatron parameter's HF tensors may lie in two shards: a shard is closed when its last tensor has come.
+    """
+
+    def __init__(self, folder: Path, shards: list[list[TensorEntry]]):
+        self.entries = {entry.name: entry for shard in shards for entry in shard}
+        self._file: dict[str, Path] = {}
+        self._left: dict[Path, list[TensorEntry]] = {}
+        for file, shard in zip(shard_names(len(shards)), shards, strict=True):
+            path = folder / file
+            if not path.is_file():
+                self._left[path] = list(shard)
+                self._file.update((entry.name, path) for entry in shard)
+        self._writers: dict[Path, SafetensorsWriter] = {}
+
+    def wants(self, names: tuple[str, ...]) -> bool:
+        return any(name in self._file for name in names)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        path = self._file.get(name)
+        if path is None:
+            return
+        if path not in self._writers:
+            self._writers[path] = SafetensorsWriter(path, self._left[path])
+        self._writers[path].write(name, tensor)
+        if not self._writers[path].missing:
+            self._writers.pop(path).close()
