@@ -1,0 +1,107 @@
+"""slurm/search_hetero.sh on a one-machine Slurm: the script a cluster user submits, unchanged."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+SMALL = ("steps=2", "questions_per_step=4", "group_size=2", "data.eval_limit=8", "evaluation.greedy=false", "checkpoint.export=false")
+
+
+class Lab:
+    """A running one-machine Slurm."""
+
+    def __init__(self, repository: Path, environment: dict[str, str]):
+        self.repository = repository
+        self.environment = environment
+
+    def __call__(self, *command: str, timeout: float = 30) -> str:
+        done = subprocess.run(command, cwd=self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, log: Path, *overrides: str) -> str:
+        return self("sbatch", "--parsable", f"--output={log}", "slurm/search_hetero.sh", *overrides)
+
+    def job(self, number: str) -> dict[str, str]:
+        return dict(field.partition("=")[::2] for field in self("scontrol", "show", "job", number).split())
+
+    def wait(self, number: str, *states: str, seconds: float) -> dict[str, str]:
+        """The job's fields once it is in one of `states`, or in whatever state it is when the time is up."""
+        deadline = time.monotonic() + seconds
+        while (job := self.job(number))["JobState"] not in states and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return job
+
+
+@pytest.fixture(scope="module")
+def slurm(repository, tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = tmp_path_factory.mktemp("slurm")
+    environment = os.environ | {"SLURM_LAB_ROOT": str(root), "SLURM_CONF": str(root / "etc/slurm.conf"), "SLURM_BASE_PORT": str(port)}
+    lab = Lab(repository, environment)
+    try:
+        lab("bash", "tests/slurm_lab/start_slurm.sh", timeout=60)
+        yield lab
+    finally:
+        subprocess.run(["bash", "tests/slurm_lab/stop_slurm.sh"], cwd=repository, env=environment, timeout=60, check=True)
+
+
+def test_slurm_accepts_the_script_as_it_is(slurm):
+    slurm("sbatch", "--test-only", "slurm/search_hetero.sh")
+    slurm("sbatch", "--test-only", "--nodes=1", "slurm/search_hetero.sh", "--config-name", "search_hetero_8xh100")
+
+
+def test_no_directive_stands_where_slurm_does_not_read_it(repository):
+    lines = (repository / "slurm/search_hetero.sh").read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert len(directives) >= 8 and max(directives) < first_command
+
+
+def test_a_submission_from_elsewhere_says_where_to_submit_from(slurm, tmp_path):
+    log = tmp_path / "log"
+    script = str(slurm.repository / "slurm/search_hetero.sh")
+    number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={log}", "--export=PATH,SLURM_SUBMIT_DIR=/", script)
+    job = slurm.wait(number, "FAILED", "COMPLETED", seconds=30)
+    assert (job["JobState"] == "FAILED") == ("submit it from the repository's root" in log.read_text())
+
+
+@pytest.mark.timeout(400)
+def test_a_submitted_run_trains_and_ends_well(slurm, tmp_path):
+    log = tmp_path / "job.log"
+    number = slurm.submit(log, *SMALL, "name=submitted", f"output_dir={tmp_path}")
+    job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", seconds=360)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
+    summary = json.loads((tmp_path / "submitted/summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("finished", 2)
+    assert summary["exact_match"]["sampled"]["before"] is not None and summary["exact_match"]["sampled"]["after"] is not None
+    assert (tmp_path / "submitted/report.html").exists()
+    assert not Path(f"/tmp/ray_{number}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_is_asked_to_stop_saves_queues_itself_again_and_finishes(slurm, tmp_path):
+    log = tmp_path / "job.log"
+    number = slurm.submit(log, *SMALL, "steps=12", "checkpoint.every=100", "name=stopped", f"output_dir={tmp_path}")
+    metrics = tmp_path / "stopped/metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    slurm("scancel", "--signal=USR1", "--batch", number)
+    job = slurm.wait(number, "PENDING", "COMPLETED", "FAILED", seconds=120)
+    assert job["JobState"] == "PENDING" and job["Restarts"] == "1", log.read_text()[-3000:]
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+    job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
+    summary = json.loads((tmp_path / "stopped/summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("finished", 12)
