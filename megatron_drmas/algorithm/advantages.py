@@ -32,6 +32,8 @@ def check_advantage_config(config: AdvantageConfig) -> None:
             raise ConfigError(f"algorithm.advantage.{name}", getattr(config, name), "unknown", f"choose one of {', '.join(choices)}")
     if config.estimator == "rloo" and config.std != "none":
         raise ConfigError("algorithm.advantage.std", config.std, "rloo has no scale", "set algorithm.advantage.std=none")
+    if config.clip < 0:
+        raise ConfigError("algorithm.advantage.clip", config.clip, "is negative", "use a positive bound, or 0 to switch it off")
     if config.epsilon <= 0:
         raise ConfigError("algorithm.advantage.epsilon", config.epsilon, "must be positive", "the paper uses 1e-6")
 
@@ -49,12 +51,15 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     advantage = config.advantage
     check_advantage_config(advantage)
     scores = row_scores(batch, config)
-    if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step":
+    if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step" and not advantage.clip:
         group, _ = dense_index(*group_columns(batch, advantage.group_key))
         return agent_advantages(
             scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon
         )
-    return expand_rows(ESTIMATORS[advantage.estimator](scores, batch, config), batch.response_lengths)
+    rows = ESTIMATORS[advantage.estimator](scores, batch, config)
+    if advantage.clip:
+        rows = rows.clamp(-advantage.clip, advantage.clip)
+    return expand_rows(rows, batch.response_lengths)
 
 
 def groups_with_signal(batch: TurnBatch) -> Tensor:

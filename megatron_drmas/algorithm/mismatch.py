@@ -1,6 +1,7 @@
 """Corrections for the difference between the trainer's and the engine's probability of a sampled token.
 
 The behaviour policy is the engine's; the trainer's log-probs of the same tokens differ by kernels and precision.
+How many tokens a correction touches is the metric `corrected_fraction`, which has a limit in `observability.alarms`.
 """
 
 import torch
@@ -51,5 +52,3 @@ def check_mismatch_config(config: MismatchConfig) -> None:
         raise ConfigError("algorithm.loss.mismatch.correction", config.correction, "unknown", f"choose one of {', '.join(CORRECTIONS)}")
     if not 0 <= config.low < 1 < config.high:
         raise ConfigError("algorithm.loss.mismatch.low", config.low, f"needs 0 <= low < 1 < high (high = {config.high})", "use 0.5 and 2")
-    if not 0 < config.alarm <= 1:
-        raise ConfigError("algorithm.loss.mismatch.alarm", config.alarm, "is a share of tokens", "choose a value in (0, 1]")

@@ -37,6 +37,7 @@ class AdvantageConfig:
     weighting: str = "step"  # step: every call is a sample | trajectory: a trajectory's rows are averaged first
     group_key: str = "question"  # question | question_agent | question_agent_turn: what is compared with one another
     epsilon: float = 1e-6  # added to the std
+    clip: float = 0.0  # advantages are clipped to plus or minus this (TeamTR's A_max); 0: off
     gigpo_weight: float = 1.0  # gigpo: weight of the step-level advantage
     gigpo_discount: float = 0.95  # gigpo: discount of later rewards, per turn
 
@@ -48,7 +49,6 @@ class MismatchConfig:
     correction: str = "none"  # none | truncate (TIS) | mask (IcePop) | sequence_mask
     low: float = 0.5  # mask, sequence_mask: smallest ratio trainer / engine that is kept
     high: float = 2.0  # truncate: cap of the ratio; mask, sequence_mask: largest ratio that is kept
-    alarm: float = 0.05  # alarm when more than this share of an agent's tokens is capped or masked
 
 
 @dataclass

@@ -262,3 +262,10 @@ def test_errors_name_the_key(random_batch):
         compute_advantages(replace(batch, reward=batch.reward.index_fill(0, torch.tensor(2), float("nan"))), AlgorithmConfig())
     with pytest.raises(ValueError, match="twice"):
         register_estimator("rloo")(lambda *_: None)
+
+
+def test_clip_bounds_the_advantages(random_batch):
+    batch = random_batch(0)
+    free, bounded = (row_advantages(batch, AdvantageConfig(clip=clip)) for clip in (0.0, 0.5))
+    assert free.abs().max() > 0.5
+    assert torch.equal(bounded, free.clamp(-0.5, 0.5))

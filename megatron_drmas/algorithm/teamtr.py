@@ -1,0 +1,81 @@
+"""TeamTR: one agent at a time inside a trust region, on fresh trajectories of the team as already updated.
+
+A stage visits the agents in any order.  For each: fresh full-team rollouts, advantages normalised over the question's
+trajectories and clipped to A_max, then optimizer steps of the loss `teamtr` until the estimated KL to the policy that
+sampled reaches delta.  The loss's beta follows the estimate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_drmas.kernels.segments import segment_sum
+
+
+def message_kl(sampled: Tensor, current: Tensor, sequence: Tensor, sequences: int) -> float:
+    """Estimate of KL(pi_sampled || pi_current) per message: the mean over messages of sum_t log(pi_sampled / pi_current).
+
+    Unbiased over messages of pi_sampled; a single batch's estimate can be negative.
+
+    Args:
+        sampled, current: [n], log-probs of the sampled tokens.
+        sequence: int64 [n] in [0, sequences), the message of each token.
+    """
+    if sequences == 0:
+        return 0.0
+    return float(segment_sum((sampled - current).double(), sequence, sequences).mean())
+
+
+@dataclass
+class TrustRegion:
+    """The adaptive weight of the KL term, and when to stop; plain state that a checkpoint can hold.
+
+    After every optimizer step `observe` takes the KL estimate: over 1.5 delta doubles beta, under delta / 1.5 halves it
+    (the adaptive-KL rule of PPO, arXiv 1707.06347, section 4).
+    """
+
+    delta: float
+    beta: float
+    min_beta: float = 1e-4
+    max_beta: float = 1e4
+
+    def observe(self, kl: float) -> bool:
+        """Adapt beta; True: this agent's update ends, its KL has reached delta."""
+        if kl > 1.5 * self.delta:
+            self.beta = min(2 * self.beta, self.max_beta)
+        elif kl < self.delta / 1.5:
+            self.beta = max(self.beta / 2, self.min_beta)
+        return kl >= self.delta
+
+
+def penalty_constant(a_max: float, horizon: int, discount: float = 1.0) -> float:
+    """c of the bound J(new) - J(old) >= L - c sqrt(delta), for episodes of `horizon` calls: sqrt(2) A_max sum_t t discount^t.
+
+    A change of KL delta per call moves the distribution of call t by at most t sqrt(delta / 2) in total variation
+    (Pinsker), which the advantage multiplies by at most 2 A_max.  As horizon grows with discount < 1 it becomes
+    TeamTR's sqrt(2) discount A_max / (1 - discount)^2, which diverges as discount -> 1; this form stays finite.
+    """
+    calls = torch.arange(horizon, dtype=torch.float64)
+    return float(2**0.5 * a_max * (calls * discount**calls).sum())
+
+
+def certificate(
+    surrogates: list[float],
+    kls: list[float],
+    a_max: float,
+    horizon: int,
+    discount: float = 1.0,
+    slack: float = 0.0,
+    fresh: bool = True,
+) -> float:
+    """Lower bound on a stage's improvement: sum_i (L_i - c sqrt(kl_i)) - slack.
+
+    Args:
+        surrogates: L_i of each agent's update, summed over an episode's calls.
+        kls: the largest KL per call of each update; an estimate below 0 counts as 0.
+        slack: what clipping, ratios and normalisation may hide, such as the mean |unclipped - clipped surrogate|.
+        fresh: every update had its own rollouts.  Where all n updates reuse the first ones, c becomes c n.
+    """
+    c = penalty_constant(a_max, horizon, discount) * (1 if fresh else len(kls))
+    return sum(surrogate - c * max(kl, 0.0) ** 0.5 for surrogate, kl in zip(surrogates, kls, strict=True)) - slack
