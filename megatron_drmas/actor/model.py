@@ -9,11 +9,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from checkpoints_conv.spec import ModelSpec
+from megatron_drmas.actor.fp8_emulation import emulate_fp8
 from megatron_drmas.actor.local_layers import local_block_spec
+from megatron_drmas.actor.precision import DTYPES, fp8_arguments
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerConfig:
@@ -23,6 +23,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
     mark them as tensor-parallel, and the gradient norm would miss the shards of every rank but the first.
     """
     parallel, dtype, cuda = settings.policy.parallel, DTYPES[settings.precision.mode], settings.device == "cuda"
+    fused = _with_transformer_engine(settings)
     experts = {}
     if spec.experts:
         experts = {
@@ -64,12 +65,13 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         # The loss carries its own normalisation: Megatron scales it neither by micro-batches nor by replicas.
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
-        bias_dropout_fusion=cuda,
-        bias_activation_fusion=cuda,
-        apply_rope_fusion=cuda,
-        persist_layer_norm=cuda,
+        bias_dropout_fusion=fused,
+        bias_activation_fusion=fused,
+        apply_rope_fusion=fused,
+        persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
         **experts,
+        **fp8_arguments(settings.precision),
     )
 
 
@@ -112,12 +114,12 @@ class PolicyModel(GPTModel):
 def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
     """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialised groups.
 
-    On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU Megatron's local ones with
-    `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.
+    On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU and for emulated FP8 Megatron's local
+    ones with `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.
     """
     spec.check_layout(settings.policy.parallel.tensor, settings.policy.parallel.pipeline)
     config = transformer_config(spec, settings)
-    if settings.device == "cuda":
+    if _with_transformer_engine(settings):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layers = get_gpt_layer_with_transformer_engine_spec(
@@ -140,6 +142,8 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
         vocab=spec.vocab,
         temperature=settings.temperature,
     )
+    if settings.precision.mode == "fp8_emulated":
+        emulate_fp8(model, settings.precision.fp8, spec.layers)
     if settings.device == "cuda":
         model.cuda(torch.cuda.current_device())
     wrapped = DistributedDataParallel(
@@ -153,6 +157,10 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
     config.no_sync_func = wrapped.no_sync
     config.finalize_model_grads_func = _sum_gradients
     return wrapped
+
+
+def _with_transformer_engine(settings: ActorSettings) -> bool:
+    return settings.device == "cuda" and settings.precision.mode != "fp8_emulated"
 
 
 def _sum_gradients(model: list, num_tokens, **groups) -> None:

@@ -9,12 +9,13 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_drmas.actor.precision import DTYPES
 from megatron_drmas.actor.settings import ActorSettings
 
 
 def build_optimizer(model: DistributedDataParallel, settings: ActorSettings) -> MegatronOptimizer:
     """The optimizer of this rank's parameters; biases and norms are not decayed (Megatron's rule)."""
-    optimizer, bf16 = settings.policy.optimizer, settings.precision.mode == "bf16"
+    optimizer, bf16 = settings.policy.optimizer, DTYPES[settings.precision.mode] == torch.bfloat16
     _let_distributed_optimizer_load()
     built = get_megatron_optimizer(
         OptimizerConfig(

@@ -19,6 +19,7 @@ from megatron_drmas.actor.model import build_model
 from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
 from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
+from megatron_drmas.actor.precision import token_multiple
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
@@ -167,7 +168,7 @@ class PolicyActor:
         """This data-parallel rank's packed micro-batches; every rank has the same number."""
         parallel = self.settings.policy.parallel
         plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)
-        multiple = parallel.tensor if parallel.sequence else 1
+        multiple = (parallel.tensor if parallel.sequence else 1) * token_multiple(self.settings.precision)
         return [pack_rows(batch, rows, multiple, wanted) for rows in plan[parallel_state.get_data_parallel_rank()]]
 
     def _zero_gradients(self) -> None:

@@ -28,8 +28,10 @@ class ActorSettings:
     def __post_init__(self) -> None:
         key = f"policies.{self.name}"
         parallel, optimizer = self.policy.parallel, self.policy.optimizer
-        if self.precision.mode not in ("fp32", "bf16"):
-            raise ValueError(f"precision.mode={self.precision.mode!r}: actors train in fp32 or bf16")
+        if self.precision.mode not in ("fp32", "bf16", "fp8", "fp8_emulated"):
+            raise ValueError(f"precision.mode={self.precision.mode!r}: use fp32, bf16, fp8 or fp8_emulated")
+        if self.precision.mode == "fp8" and self.device != "cuda":
+            raise ValueError("precision.mode='fp8' needs Transformer Engine on a Hopper or newer GPU; use fp8_emulated")
         if parallel.sequence and parallel.tensor == 1:
             raise ValueError(f"{key}.parallel.sequence=true needs {key}.parallel.tensor > 1, got 1; set sequence=false")
         if optimizer.decay not in ("constant", "linear", "cosine"):
