@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_drmas.actor.optimizer import separate_steps
 from megatron_drmas.config.schema import ParallelConfig
 
 
@@ -70,6 +71,7 @@ def load_checkpoint(
     state = dist_checkpointing.load(state, path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    separate_steps(optimizer)
     schedule.num_steps = 0  # its load adds the saved count to its own
     schedule.load_state_dict(state["schedule"])
     if same_layout:
