@@ -23,6 +23,8 @@ from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 
+OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
+
 Phase = Callable[[str], ContextManager[Any]]
 
 
@@ -67,7 +69,7 @@ class Cluster:
             retrieval = RetrievalService(environment_config.retrieval.corpus, self.run_dir / "logs" / "retrieval.log")
             self._stack.callback(retrieval.stop)
         with self._phase("start Ray"):
-            start_ray(config, processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
+            start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
             self._stack.callback(ray.shutdown)
             bundles = await _reserve(config, device)
         for name in config.policies:
@@ -141,22 +143,18 @@ def resolve_device(config: RunConfig) -> str:
     return "cuda" if config.cluster.gpus_per_node else "cpu"
 
 
-def start_ray(config: RunConfig, processes: int) -> None:
-    """Connect to the cluster of `cluster.address` or RAY_ADDRESS, or start one on loopback.
+def start_ray(processes: int) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or start one on loopback.
 
     Args:
-        config: the run.
-        processes: how many a cluster of our own must hold.
+        processes: how many workers a cluster of our own keeps ready.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    shared = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-    if address:
-        ray.init(address=address, **shared)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # devices are set by `placement`, not by Ray
+    quiet = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
     else:
-        ray.init(
-            num_cpus=processes, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=256 * 2**20, **shared,
-        )
+        ray.init(num_cpus=processes, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
 
 
 async def _reserve(config: RunConfig, device: str) -> Optional[Any]:

@@ -1,5 +1,6 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Awaitable, Callable, Optional
@@ -150,12 +151,14 @@ def _environment(kind: str, slot: Slot, threads: int) -> dict[str, str]:
     """Variables of a process that must be set before torch, Megatron or vLLM are imported."""
     variables = {
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
+        "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     }
     if slot.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))
     else:
         variables["TORCHDYNAMO_DISABLE"] = "1"
+    if not os.environ.get("RAY_ADDRESS"):
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     if kind == "engine" and not slot.devices:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if kind == "actor":

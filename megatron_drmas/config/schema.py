@@ -195,7 +195,6 @@ class ClusterConfig:
     nodes: int = 1
     gpus_per_node: int = 0
     colocate: bool = True  # actors and engines take turns on the same GPUs
-    address: Optional[str] = None  # a running Ray cluster; none: start one on loopback
     actor_threads: int = 1
     engine_threads: int = 1
     start_timeout_s: float = 300.0
