@@ -182,7 +182,7 @@ def precision_modes(accelerator: Accelerator, transformer_engine: bool) -> dict[
         "fp32": f"real, {where}",
         "bf16": f"real, {where}, with fp32 main weights and gradients",
         "fp8": fp8,
-        "fp8_emulated": "emulated: operands of linear layers are rounded to E4M3 / E5M2; products and the rest stay in bf16",
+        "fp8_emulated": "emulated: operands of linear layers rounded to E4M3 / E5M2, all else fp32; see actor/fp8_emulation.py",
     }
 
 
