@@ -65,6 +65,12 @@ def install() -> bool:
 
     random._get_cuda_rng_state = _rng_state
     random._set_cuda_rng_state = _set_rng_state
+
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # The router compares it to None, but only Transformer Engine's import defines it.
+        moe_utils.te_general_gemm = None
     return True
 
 
