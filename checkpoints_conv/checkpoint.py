@@ -1,0 +1,72 @@
+"""A checkpoint of either kind, seen as Hugging Face tensors."""
+
+import math
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import HfFolder, read_config
+from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.to_hf import side_files
+
+
+class Checkpoint:
+    """A Hugging Face folder or a Megatron distributed checkpoint; opening it checks it against its config.
+
+    Raises:
+        ConversionError: neither of the two, or see `HfFolder` and `DistReader`.
+    """
+
+    def __init__(self, folder: Path, hf_files: Optional[Path] = None):
+        """
+        Args:
+            hf_files: folder with the config of a Megatron checkpoint that `to_megatron` did not make.
+        """
+        self.folder = folder
+        self.megatron = is_dist_checkpoint(folder)
+        if not self.megatron and not (folder / "config.json").is_file():
+            raise ConversionError(
+                f"{folder} is neither a Hugging Face folder (no config.json) nor a complete Megatron distributed "
+                "checkpoint (no metadata.json and .metadata)"
+            )
+        self.config_folder = side_files(folder, hf_files) if self.megatron else folder
+        config = read_config(self.config_folder)
+        self.spec = family_of(config).model_spec(config)
+        self.mapping = ModelMapping(self.spec)
+        self.shapes = self.mapping.hf_shapes()
+        if self.megatron:
+            reader = DistReader(folder, self.mapping)
+            self._read = lambda name: self.mapping.to_hf(name, [reader.read(name)])
+            self.dtypes = {
+                hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
+            }
+        else:
+            source = HfFolder(folder)
+            source.check(self.mapping)
+            self._read = lambda name: [(hf_name, source.tensor(hf_name)) for hf_name in self.mapping.entry(name).hf]
+            self.dtypes = {name: source.dtypes[name] for name in self.shapes}
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    def tensors(self, name: str) -> "list[tuple[str, Tensor]]":
+        """The HF tensors of one Megatron parameter, by its global name."""
+        return self._read(name)
+
+    def dtype_names(self) -> str:
+        return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}))
+
+
+def digest_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes."""
+    return tensor.contiguous().view(torch.uint8).numpy().data

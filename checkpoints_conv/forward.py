@@ -1,0 +1,163 @@
+"""Log-probs of a checkpoint in fp32, by transformers or by Megatron's own local layer spec, for comparing the two."""
+
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.dist_reader import is_dist_checkpoint
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import read_config
+from checkpoints_conv.spec import ModelSpec
+
+
+def logprobs(folder: Path, config_folder: Path, tokens: Tensor) -> Tensor:
+    """Log-probs over the vocabulary after each token, float32 [t, vocab].
+
+    Runs in a process of its own: Megatron's state, and its stand-ins for CUDA, are global to a process.
+
+    Args:
+        folder: a Hugging Face folder or a Megatron distributed checkpoint.
+        config_folder: folder with its config.json.
+        tokens: int64 [t].
+    """
+    run = _megatron_logprobs if is_dist_checkpoint(folder) else _hf_logprobs
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return torch.from_numpy(pool.apply(run, (folder, config_folder, tokens.tolist())))
+
+
+def sample_tokens(vocab: int, count: int) -> Tensor:
+    """The same pseudo-random token ids on every call, int64 [count]."""
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def build_local_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, initialise: bool = False) -> list:
+    """This rank's GPTModel chunks with Megatron's local layer spec, in the layout of its parallel state.
+
+    Without CUDA, `megatron_drmas.actor.cpu.install()` must have been called.  Sequence parallelism is not in it: the
+    local spec's norm refuses it.
+
+    Args:
+        initialise: parameters start random; otherwise unset, for a checkpoint to fill.
+    """
+    import torch.nn.functional as F
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    experts = {}
+    if spec.experts:
+        experts = {
+            "num_moe_experts": spec.experts,
+            "moe_router_topk": spec.experts_per_token,
+            "moe_ffn_hidden_size": spec.expert_ffn,
+            "moe_router_pre_softmax": not spec.normalise_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        }
+    config = TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_groups,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=chunks,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        perform_initialization=initialise,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **experts,
+    )
+    layers = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+    )
+    return [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=layers,
+            vocab_size=spec.padded_vocab(tensor),
+            max_sequence_length=spec.max_position,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+            rope_scaling=spec.rope_scaling_factor is not None,
+            rope_scaling_factor=spec.rope_scaling_factor or 1.0,
+            vp_stage=stage,
+            parallel_output=False,
+        )
+        for stage in (range(chunks) if chunks else [None])
+    ]
+
+
+def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor) -> Tensor:
+    """Log-probs of a GPTModel that is whole on this pipeline stage, float32 [t, vocab]."""
+    count = len(tokens)
+    mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]  # True: hidden
+    with torch.no_grad():
+        logits = model.eval()(tokens[None], torch.arange(count)[None], mask)
+    return logits[0, :, : spec.vocab].float().log_softmax(-1)
+
+
+def load_dist_checkpoint(model: torch.nn.Module, folder: Path) -> None:
+    """A Megatron distributed checkpoint's parameters into a GPTModel chunk, by Megatron's own loader."""
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(model.sharded_state_dict(), str(folder))
+    model.load_state_dict({key: value for key, value in state.items() if key in model.state_dict()})
+
+
+def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1).numpy()
+
+
+def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron_drmas.actor import cpu
+
+    cpu.install()
+    spec = family_of(config := read_config(config_folder)).model_spec(config)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{os.path.join(rendezvous, 'store')}", rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        (model,) = build_local_model(spec)
+        load_dist_checkpoint(model, folder)
+        result = model_logprobs(model, spec, torch.tensor(tokens)).numpy()
+        torch.distributed.destroy_process_group()
+    return result

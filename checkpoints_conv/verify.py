@@ -1,0 +1,89 @@
+"""Whether two checkpoints, of either kind, are the same model: configs, names, shapes, dtypes and digests."""
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Iterator, Optional
+
+from torch import Tensor
+
+from checkpoints_conv.checkpoint import Checkpoint, digest_bytes
+from checkpoints_conv.forward import logprobs, sample_tokens
+from checkpoints_conv.progress import byte_progress
+
+SHOWN = 20  # differences that are printed
+
+
+def verify(a: Path, b: Path, hf_files: Optional[Path] = None, tokens: int = 0, tolerance: float = 1e-5) -> int:
+    """Compare and print the verdict.
+
+    Args:
+        hf_files: folder with the config of Megatron checkpoints that `to_megatron` did not make.
+        tokens: length of a forward pass in fp32 to compare; 0: none.
+        tolerance: largest difference of its log-probs.
+
+    Returns:
+        0: equal (and within the tolerance); 1: not.
+    """
+    left, right = Checkpoint(a, hf_files), Checkpoint(b, hf_files)
+    total = hashlib.sha256()
+    differences = list(_config_differences(left, right))
+    with byte_progress("comparing", left.bytes) as advance:
+        for difference, size in _tensor_differences(left, right, total):
+            advance(size)
+            if difference:
+                differences.append(difference)
+    for line in differences[:SHOWN]:
+        print(line)
+    if len(differences) > SHOWN:
+        print(f"… and {len(differences) - SHOWN} more differences")
+    if not differences:
+        print(f"equal: {len(left.shapes)} tensors, {left.bytes / 1e9:.2f} GB, sha256 {total.hexdigest()}")
+    within = True
+    if tokens and left.spec.vocab == right.spec.vocab:
+        ids = sample_tokens(left.spec.vocab, tokens)
+        ours, theirs = (logprobs(each.folder, each.config_folder, ids) for each in (left, right))
+        largest = float((ours - theirs).abs().max())
+        within = largest <= tolerance
+        verdict = "within" if within else "above"
+        print(f"logits: max |Δ log-prob| {largest:.3g} over {tokens} tokens, {verdict} the tolerance {tolerance:g}")
+    return 0 if not differences and within else 1
+
+
+def _config_differences(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
+    ours, theirs = asdict(left.spec), asdict(right.spec)
+    for key in ours:
+        if key != "dtype" and ours[key] != theirs[key]:
+            yield f"config: {key} is {ours[key]} in {left.folder}, {theirs[key]} in {right.folder}"
+
+
+def _tensor_differences(left: Checkpoint, right: Checkpoint, total) -> "Iterator[tuple[str | None, int]]":
+    """(What differs or None, bytes compared); `total` takes in every tensor of the left side."""
+    for name in sorted(left.shapes.keys() ^ right.shapes.keys()):
+        yield f"{name}: only in {(left if name in left.shapes else right).folder}", 0
+    for megatron_name in left.mapping.megatron_names():
+        if megatron_name not in right.mapping.entries:
+            continue
+        theirs = dict(right.tensors(megatron_name))
+        for name, tensor in left.tensors(megatron_name):
+            digest = _digest(tensor)
+            total.update(f"{name} {list(tensor.shape)} {tensor.dtype} {digest}\n".encode())
+            yield _difference(name, tensor, theirs.get(name), digest), tensor.nbytes
+
+
+def _difference(name: str, ours: Tensor, theirs: Optional[Tensor], digest: str) -> Optional[str]:
+    if theirs is None:
+        return None  # reported by name
+    if ours.shape != theirs.shape:
+        return f"{name}: shape {list(ours.shape)}, {list(theirs.shape)}"
+    if ours.dtype != theirs.dtype:
+        return f"{name}: dtype {ours.dtype}, {theirs.dtype}"
+    other = _digest(theirs)
+    if digest != other:
+        largest = float((ours.float() - theirs.float()).abs().max())
+        return f"{name}: sha256 {digest[:16]}…, {other[:16]}…; max |Δ| {largest:.3g}"
+    return None
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(digest_bytes(tensor)).hexdigest()

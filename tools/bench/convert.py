@@ -1,0 +1,114 @@
+"""Rate and memory of checkpoint conversion, both ways, against `cp` of the same bytes in the same run.
+
+    python tools/bench/convert.py --work DIR [--shape qwen2.5-7b]
+
+DIR needs room for four copies of the checkpoint (qwen2.5-7b: 15.2 GB each).  The last line is JSON: `ratio` is the lower of
+the two directions' rates over cp's (target: 0.5), `peak_anonymous_gib` the converter's (target: below 4), and `identical`
+says whether every tensor came back bit for bit.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from checkpoints_conv.hf_folder import HfFolder
+
+TOOLS = Path(__file__).resolve().parents[1]
+TARGET_RATIO, TARGET_GIB = 0.5, 4.0
+
+
+def copy_rate(source: Path, target: Path) -> float:
+    """GB/s of `cp -r`; the copy is removed."""
+    size = folder_bytes(source)
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(target)
+    return size / seconds / 1e9
+
+
+def convert_rate(source: Path, command: list[str]) -> tuple[float, float]:
+    """GB/s of a `python -m checkpoints_conv` command, and the peak of its anonymous resident memory in GiB."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "checkpoints_conv", *command])
+    peak = [0]
+    sampler = threading.Thread(target=sample_anonymous, args=(process, peak))
+    sampler.start()
+    code = process.wait()
+    seconds = time.perf_counter() - start
+    sampler.join()
+    if code:
+        sys.exit(f"{' '.join(command)} failed with exit code {code}")
+    return folder_bytes(source) / seconds / 1e9, peak[0] / 2**20
+
+
+def sample_anonymous(process: subprocess.Popen, peak: list[int]) -> None:
+    """Keep the largest RssAnon (KiB) of a running process in `peak[0]`."""
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                peak[0] = max(peak[0], int(line.split()[1]))
+        time.sleep(0.02)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def same_tensors(a: Path, b: Path) -> bool:
+    left, right = HfFolder(a), HfFolder(b)
+    return set(left.names()) == set(right.names()) and all(
+        torch.equal(left.tensor(name), right.tensor(name)) for name in left.names()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-7b")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints; they are removed at the end")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    hf, megatron, back, copy = (args.work / name for name in ("hf", "megatron", "back", "copy"))
+    for folder in (hf, megatron, back, copy):
+        shutil.rmtree(folder, ignore_errors=True)
+    make = [sys.executable, TOOLS / "make_random_checkpoint.py", "--shape", args.shape, "--out", hf]
+    subprocess.run(make, check=True)
+    size = folder_bytes(hf)
+
+    ratios, peaks = [], []
+    for source, command in (
+        (hf, ["to-megatron", "--hf", str(hf), "--out", str(megatron)]),
+        (megatron, ["to-hf", "--megatron", str(megatron), "--out", str(back)]),
+    ):
+        cp = copy_rate(source, copy)
+        rate, peak = convert_rate(source, command)
+        ratios.append(rate / cp)
+        peaks.append(peak)
+        print(f"{command[0]}: {rate:.3f} GB/s, cp {cp:.3f} GB/s, ratio {rate / cp:.2f}, {peak:.2f} GiB anonymous")
+    identical = same_tensors(hf, back)
+    for folder in (hf, megatron, back):
+        shutil.rmtree(folder)
+    result = {
+        "name": f"convert {args.shape}",
+        "ratio": round(min(ratios), 3),
+        "target": TARGET_RATIO,
+        "peak_anonymous_gib": round(max(peaks), 3),
+        "target_gib": TARGET_GIB,
+        "gb": round(size / 1e9, 2),
+        "identical": identical,
+        "ok": min(ratios) >= TARGET_RATIO and max(peaks) < TARGET_GIB and identical,
+    }
+    print(json.dumps(result))
+    sys.exit(0 if result["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()
