@@ -35,6 +35,9 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": cuda,
         }
+    recompute = {}
+    if settings.policy.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -71,6 +74,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
         **experts,
+        **recompute,
         **fp8_arguments(settings.precision),
     )
 

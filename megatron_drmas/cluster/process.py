@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Awaitable, Iterable, Optional
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from megatron_drmas.cluster.host import AsyncHost, Host
 
@@ -68,7 +68,9 @@ class RemoteProcess:
             raise ProcessFailure(f"{self.name}: {method} did not end in {timeout_s:g} s; log: {self.log}") from error
         except RayTaskError as error:
             raise ProcessFailure(f"{self.name}: {method} failed: {_last_line(error)}; log: {self.log}") from error
-        except RayActorError as error:
+        except OutOfMemoryError as error:
+            raise ProcessFailure(f"{self.name}: Ray ended it during {method} because the machine ran out of memory; log: {self.log}") from error
+        except RayError as error:
             raise ProcessFailure(f"{self.name}: died during {method}; log: {self.log}") from error
 
 

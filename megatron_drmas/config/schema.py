@@ -66,6 +66,7 @@ class PolicyConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     micro_batch_tokens: int = 8192  # tokens of packed sequences in one micro-batch
+    recompute: bool = False  # keep only each layer's input and compute the rest again in the backward pass
 
 
 @dataclass
