@@ -1,0 +1,128 @@
+"""Processes that act as the ranks of a policy, kept over many tests; and batches to train on."""
+
+import multiprocessing
+import socket
+import traceback
+from typing import Callable
+
+import torch
+
+from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PrecisionConfig
+from megatron_drmas.rollout.batch import TurnBatch
+
+TIMEOUT_S = 120.0
+
+
+class Ranks:
+    """Up to `size` processes; each `run` gives the layout's ranks a fresh PolicyActor and a job to do with it."""
+
+    def __init__(self, size: int):
+        # Forked from a server that has imported Megatron once: the processes start at once, and pytest's own stays clean.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_drmas.actor.policy_actor"])
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, settings: ActorSettings, job: Callable, *args) -> list:
+        """`job(actor, *args)` on every rank of the layout, `actor` being initialised from the policy's folder.
+
+        Returns:
+            What the ranks returned, by rank.
+        """
+        world = settings.policy.parallel.world_size
+        port = _free_port()
+        for rank in range(world):
+            self.pipes[rank].send((settings, rank, world, port, job, args))
+        results = []
+        for rank in range(world):
+            assert self.pipes[rank].poll(TIMEOUT_S), f"rank {rank} of {world} did not answer within {TIMEOUT_S} s"
+            failed, result = self.pipes[rank].recv()
+            assert not failed, f"rank {rank} of {world}:\n{result}"
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe) -> None:
+    import torch
+
+    from megatron_drmas.actor.policy_actor import PolicyActor
+
+    torch.set_num_threads(1)
+    while True:
+        settings, rank, world, port, job, args = pipe.recv()
+        try:
+            actor = PolicyActor(settings, rank, world, "127.0.0.1", port)
+            actor.initialize(settings.policy.model)
+            result = job(actor, *args)
+            actor.shutdown()
+            pipe.send((False, result))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+            raise
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+LAYOUTS = {
+    "tp1": ParallelConfig(),
+    "tp2": ParallelConfig(tensor=2),
+    "tp2_sp": ParallelConfig(tensor=2, sequence=True),
+    "pp2": ParallelConfig(pipeline=2),
+    "dp2": ParallelConfig(data=2),
+}
+
+
+def make_settings(model: str, layout: str = "tp1", precision: str = "fp32", optimizer: dict = {}, **overrides) -> ActorSettings:
+    """Settings with a learning rate at which weights move; `optimizer` and `overrides` are fields of their classes."""
+    policy = PolicyConfig(
+        model=model,
+        parallel=LAYOUTS[layout],
+        optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 1e-5, **optimizer}),
+        micro_batch_tokens=overrides.pop("micro_batch_tokens", 4096),
+    )
+    return ActorSettings("policy", policy, PrecisionConfig(precision), **{"total_steps": 10, **overrides})
+
+
+def make_batch(seed: int = 0, rows: int = 12, prompt: tuple[int, int] = (5, 40), response: tuple[int, int] = (1, 9)) -> TurnBatch:
+    """Random rows of two agents; the engine's log-probs are those of a policy near the uniform one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: int) -> torch.Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    prompts, responses = integers(*prompt, rows), integers(*response, rows)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    total = int(responses.sum())
+    return TurnBatch(
+        tokens=integers(3, 235, int((prompts + responses).sum())),
+        offsets=torch.cat([zeros[:1], (prompts + responses).cumsum(0)]),
+        prompt_lengths=prompts,
+        engine_logprobs=-5.4 + 0.1 * torch.randn(total, generator=generator),
+        agent=torch.arange(rows) % 2,
+        policy=zeros,
+        group=zeros,
+        trajectory=torch.arange(rows),
+        turn=zeros,
+        reward=zeros.float(),
+        valid=torch.ones(rows, dtype=torch.bool),
+        trainable=torch.ones(rows, dtype=torch.bool),
+        weight_version=zeros,
+        agents=("first", "second"),
+        policies=("policy",),
+        advantages=torch.randn(total, generator=generator),
+    )

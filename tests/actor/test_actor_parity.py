@@ -1,0 +1,117 @@
+"""An update is a plain autograd step, whatever the layout and the micro-batches."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_drmas.algorithm.minibatch import plan_microbatches
+from tests.actor.ranks import LAYOUTS, make_batch, make_settings
+from tests.actor.reference import Reference
+
+RELATIVE = 1e-5
+
+
+def update_with_budgets(actor, batch, budgets):
+    reports = []
+    for budget in budgets:
+        actor.settings.policy.micro_batch_tokens = budget
+        reports.append(actor.update(batch, 0))
+    return reports
+
+
+def update_on(actor, seeds):
+    reports = [actor.update(make_batch(seed), seed) for seed in seeds]
+    return reports, actor.token_logprobs(make_batch(99))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(ranks, models, family, layout):
+    batch = make_batch()
+    loss, norm = Reference(models[family]).update(batch)
+    data = LAYOUTS[layout].data
+    budgets = {count: math.ceil(1.1 * len(batch.tokens) / count / data) for count in (1, 2, 4)}
+    assert [len(plan_microbatches(batch.lengths, budget, data)[0]) for budget in budgets.values()] == [1, 2, 4]
+    settings = make_settings(models[family], layout, optimizer={"lr": 0.0})
+    by_rank = ranks.run(settings, update_with_budgets, batch, list(budgets.values()))
+    for report in by_rank[0]:
+        assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
+        assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+    assert all(reports == by_rank[0] for reports in by_rank), "ranks report different things"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_follow_transformers_over_steps(ranks, models, layout):
+    reference = Reference(models["llama"])
+    expected = [reference.update(make_batch(seed)) for seed in range(3)]
+    reports, logprobs = ranks.run(make_settings(models["llama"], layout), update_on, range(3))[0]
+    for report, (loss, norm) in zip(reports, expected, strict=True):
+        assert report["loss"] == pytest.approx(loss, rel=1e-4)
+        assert report["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs, reference.token_logprobs(make_batch(99)), rtol=0, atol=2e-3)
+
+
+def test_a_rank_without_rows_takes_part(ranks, models):
+    batch = make_batch(rows=3).select(torch.tensor([0]))
+    loss, norm = Reference(models["qwen2"]).update(batch)
+    for report in ranks.run(make_settings(models["qwen2"], "dp2"), update_on_batch, batch):
+        assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
+        assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+
+
+def update_on_batch(actor, batch):
+    return actor.update(batch, 0)
+
+
+def test_skewed_lengths_leave_empty_micro_batches_and_the_same_gradient(ranks, models):
+    batch = make_batch(rows=6, prompt=(2, 4), response=(1, 3))
+    long = make_batch(7, rows=3, prompt=(200, 220), response=(1, 3))
+    batch = join(batch, long)
+    budget = 230
+    plan = plan_microbatches(batch.lengths, budget, 2)
+    assert any(len(rows) == 0 for rank in plan for rows in rank), "the lengths do not make an empty micro-batch"
+    loss, norm = Reference(models["llama"]).update(batch)
+    report = ranks.run(make_settings(models["llama"], "dp2", micro_batch_tokens=budget), update_on_batch, batch)[0]
+    assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
+    assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+
+
+def join(first, second):
+    """The rows of both batches."""
+    from dataclasses import fields, replace
+
+    columns = {
+        field.name: torch.cat([getattr(first, field.name), getattr(second, field.name)])
+        for field in fields(first)
+        if isinstance(getattr(first, field.name), torch.Tensor)
+    }
+    columns["offsets"] = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
+    return replace(first, **columns)
+
+
+def test_metrics_of_agents_add_up(ranks, models):
+    batch = make_batch()
+    reference = Reference(models["llama"])
+    with torch.no_grad():
+        gaps = (reference.token_logprobs(batch) - batch.engine_logprobs).abs()
+    report = ranks.run(make_settings(models["llama"], "pp2"), update_on_batch, batch)[0]
+    agents = report["agents"]
+    assert set(agents) == {0, 1}
+    assert sum(agent["tokens"] for agent in agents.values()) == report["tokens"] == len(gaps)
+    assert sum(agent["loss"] for agent in agents.values()) == pytest.approx(report["loss"])
+    assert report["logprob_diff_max"] == pytest.approx(float(gaps.max()), rel=1e-4)
+    assert report["logprob_diff_mean"] == pytest.approx(float(gaps.mean()), rel=1e-4)
+    assert report["prob_ratio"] == pytest.approx(float(gaps.exp().mean()), rel=1e-4)
+
+
+def test_mini_batches_clip_against_the_policy_before_the_first(ranks, models):
+    batch = make_batch(rows=16)
+    one = ranks.run(make_settings(models["llama"], optimizer={"lr": 0.0}), update_on_batch, batch)[0]
+    settings = make_settings(models["llama"], "tp2", optimizer={"lr": 0.05, "grad_clip": 0.0}, updates_per_batch=4)
+    four = ranks.run(settings, update_on_batch, batch)[0]
+    assert one["optimizer_steps"] == 1 and four["optimizer_steps"] == 4
+    assert one["clip_fraction"] == 0 and one["ratio"] == 1
+    assert four["clip_fraction"] > 0.1, "later mini-batches see a policy that has moved"
+    assert four["prob_ratio"] == pytest.approx(one["prob_ratio"], rel=1e-4), "the engine is compared with the policy that sampled"
