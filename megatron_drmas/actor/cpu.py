@@ -33,6 +33,9 @@ class Idle:
     def record(self, stream=None) -> None:
         pass
 
+    def record_event(self, event=None) -> "Idle":
+        return event or self
+
     def synchronize(self) -> None:
         pass
 
