@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 
+from megatron_drmas.algorithm.early_warning import agent_statistics
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.team.trajectory import Trajectory
@@ -22,7 +23,10 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         tokens_generated: response tokens that the engines returned.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
-    agents = {name: _agent_metrics(batch, index, len(finished)) for index, name in enumerate(batch.agents)}
+    agents = {
+        name: _agent_metrics(batch, index, len(finished)) | statistics
+        for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
+    }
     policies = {}
     for policy, values in metrics.items():
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}

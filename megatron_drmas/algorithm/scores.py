@@ -64,10 +64,10 @@ def verdict_credit(verdict: Tensor, success: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, config: OverlongConfig) -> Tensor:
-    """0 up to max_tokens - cache_tokens, then linear, the whole penalty from max_tokens on (DAPO, arXiv 2503.14476, eq. 13).
+    """0 up to (1 - cache) max_tokens, then linear, the whole penalty from max_tokens on (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
         lengths: int64 [R], response tokens.
     """
-    excess = lengths - (config.max_tokens - config.cache_tokens)
-    return config.penalty * (excess / max(config.cache_tokens, 1)).clamp(0, 1)
+    cache = max(config.cache * config.max_tokens, 1.0)
+    return config.penalty * ((lengths - (config.max_tokens - cache)) / cache).clamp(0, 1)

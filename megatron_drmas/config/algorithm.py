@@ -11,7 +11,7 @@ class OverlongConfig:
     """DAPO's soft punishment of long responses."""
 
     max_tokens: int = 0  # a response this long loses the whole penalty; 0: off
-    cache_tokens: int = 0  # the penalty grows linearly over this many tokens before max_tokens
+    cache: float = 0.2  # the penalty grows linearly over this share of max_tokens before it
     penalty: float = 1.0
 
 
@@ -52,6 +52,14 @@ class MismatchConfig:
 
 
 @dataclass
+class TrustRegionConfig:
+    """TeamTR's limit of one agent's update."""
+
+    delta: float = 0.01  # the update ends when the KL per message to the policy that sampled reaches this
+    beta: float = 1.0  # first weight of that KL in the loss; it doubles and halves with the estimate
+
+
+@dataclass
 class LossConfig:
     """The policy loss of one mini-batch."""
 
@@ -65,6 +73,7 @@ class LossConfig:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0  # weight of KL(policy || frozen reference)
     kl_estimator: str = "k3"  # k1 | k2 | k3
+    trust_region: TrustRegionConfig = field(default_factory=TrustRegionConfig)  # teamtr
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 
@@ -77,3 +86,5 @@ class AlgorithmConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     invalid_penalty: float = 0.01  # taken from the score of a row whose output could not be parsed
     updates_per_batch: int = 1  # optimizer steps a policy makes on one batch
+    dynamic_sampling_draws: int = 1  # how often new questions may replace those whose returns are all equal (DAPO); 1: off
+    sequential: bool = False  # agents update one after another, each on fresh trajectories of the updated team (TeamTR)

@@ -11,6 +11,7 @@ import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
 from checkpoints_conv.spec import ModelSpec
+from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import load_questions
@@ -25,11 +26,6 @@ CHOICES = {
     "precision.mode": ("fp32", "bf16", "fp8", "fp8_emulated"),
     "precision.rollout": ("float32", "bfloat16"),
     "environment.retrieval.order": ("best_first", "best_last"),
-    "algorithm.advantage.mean": ("group", "agent"),
-    "algorithm.advantage.std": ("group", "agent", "none"),
-    "algorithm.advantage.weighting": ("step", "trajectory"),
-    "algorithm.advantage.group_key": ("question", "question_agent", "question_agent_turn"),
-    "algorithm.loss.aggregation": ("token_mean", "sequence_mean", "fixed_length"),
 }
 AT_LEAST = {
     "steps": 0, "questions_per_step": 1, "group_size": 1, "team.workflow.max_turns": 1, "team.workflow.history": 0,
@@ -63,33 +59,59 @@ def validate(config: RunConfig, files: bool = True) -> None:
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
+    check_algorithm_config(config.algorithm)
     _check_team(config)
     for name, policy in config.policies.items():
         _check_policy(name, policy, config)
     _check_environment(config, files)
     if files:
         for name, policy in config.policies.items():
-            _check_model(name, policy, config)
+            _check_length(name, policy, check_model(f"policies.{name}", policy), config)
         load_questions(config.data.train, "data.train")
         load_questions(config.data.eval, "data.eval", config.data.eval_limit)
 
 
-def read_spec(policy: str, config: PolicyConfig) -> ModelSpec:
-    """The architecture of a policy's model folder.
+def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
+    """Check a policy's model folder and that its parallel layout divides the model.
+
+    Args:
+        prefix: the policy's key in the configuration, for error messages.
+        policy: names the folder and the layout.
+
+    Returns:
+        The model's architecture.
 
     Raises:
-        ConfigError: the folder is missing or its family is unknown.
+        ConfigError: the folder is missing or incomplete, its family is unknown, or the layout does not divide it.
     """
-    key = f"policies.{policy}.model"
-    folder = Path(config.model)
+    key = f"{prefix}.model"
+    folder = Path(policy.model)
     if not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.is_dir() else "no such folder"
-        raise ConfigError(key, config.model, problem, "give a Hugging Face model folder")
+        raise ConfigError(key, policy.model, problem, "give a Hugging Face model folder")
     try:
         hf_config = json.loads((folder / "config.json").read_text())
-        return family_of(hf_config).model_spec(hf_config)
+        spec = family_of(hf_config).model_spec(hf_config)
     except (ValueError, ConversionError) as error:
-        raise ConfigError(key, config.model, str(error), "give a model of a supported family") from error
+        raise ConfigError(key, policy.model, str(error), "give a model of a supported family") from error
+    for part, size in (("parallel.tensor", policy.parallel.tensor), ("engine.tensor", policy.engine.tensor)):
+        try:
+            spec.check_layout(size)
+        except ConversionError as error:
+            raise ConfigError(f"{prefix}.{part}", size, str(error), "choose a size that divides them") from error
+    try:
+        spec.check_layout(policy.parallel.tensor, policy.parallel.pipeline)
+    except ConversionError as error:
+        raise ConfigError(f"{prefix}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(key, policy.model, "has no tokenizer", "copy the model's tokenizer files into the folder")
+    tokenizer = folder / "tokenizer_config.json"
+    template = tokenizer.is_file() and json.loads(tokenizer.read_text()).get("chat_template")
+    if not template and not (folder / "chat_template.jinja").is_file() and not (folder / "chat_template.json").is_file():
+        raise ConfigError(key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model")
+    return spec
 
 
 def _get(config: Any, key: str) -> Any:
@@ -170,18 +192,7 @@ def _check_environment(config: RunConfig, files: bool) -> None:
         raise ConfigError("environment.retrieval.corpus", retrieval.corpus, "no such file", 'give JSON lines {"id", "contents"}')
 
 
-def _check_model(name: str, policy: PolicyConfig, config: RunConfig) -> None:
-    spec = read_spec(name, policy)
-    folder = Path(policy.model)
-    for key, size in (("parallel.tensor", policy.parallel.tensor), ("engine.tensor", policy.engine.tensor)):
-        try:
-            spec.check_layout(size)
-        except ConversionError as error:
-            raise ConfigError(f"policies.{name}.{key}", size, str(error), "choose a size that divides them") from error
-    try:
-        spec.check_layout(policy.parallel.tensor, policy.parallel.pipeline)
-    except ConversionError as error:
-        raise ConfigError(f"policies.{name}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers") from error
+def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunConfig) -> None:
     longest = max(_longest(name, config), policy.engine.max_model_len)
     if longest > spec.max_position:
         raise ConfigError(
@@ -189,12 +200,3 @@ def _check_model(name: str, policy: PolicyConfig, config: RunConfig) -> None:
             f"with its response a prompt may take {longest} tokens (policies.{name}.engine.max_model_len), but {policy.model} has "
             f"{spec.max_position} positions", "lower both",
         )
-    key = f"policies.{name}.model"
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError(key, policy.model, "has no tokenizer", "copy the model's tokenizer files into the folder")
-    tokenizer = folder / "tokenizer_config.json"
-    template = tokenizer.is_file() and json.loads(tokenizer.read_text()).get("chat_template")
-    if not template and not (folder / "chat_template.jinja").is_file() and not (folder / "chat_template.json").is_file():
-        raise ConfigError(key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model")

@@ -23,6 +23,7 @@ class Limit:
 LIMITS = (
     Limit("grad_norm", above=5.0, floor=1e-3),
     Limit("prob_ratio", most=1.05),
+    Limit("corrected_fraction", most=0.05),
     Limit("entropy", above=3.0, below=0.1, floor=0.02),
     Limit("response_length", above=3.0, below=1 / 3, floor=4.0),
     Limit("baseline_inflation", most=3.0),

@@ -40,5 +40,9 @@ def collate(trajectories: Iterable[Trajectory], agents: tuple[str, ...], policie
         valid=column((turn.valid for _, _, turn in rows), torch.bool),
         trainable=column((turn.agent in trainable for _, _, turn in rows), torch.bool),
         weight_version=column((turn.weight_version for _, _, turn in rows), torch.int64),
+        role_reward=column((trajectory.role_rewards.get(turn.agent, 0.0) for _, trajectory, turn in rows), torch.float32),
+        turn_reward=column((turn.reward for _, _, turn in rows), torch.float32),
+        verdict=column((turn.verdict for _, _, turn in rows), torch.int64),
+        state=column((hash(tuple(turn.prompt_ids)) for _, _, turn in rows), torch.int64),
         agents=agents, policies=policies,
     )
