@@ -25,7 +25,7 @@ from megatron_drmas.data.sampler import QuestionSampler
 
 @dataclass
 class SftConfig:
-    """The configuration of a fine-tuning run; configs/sft.yaml."""
+    """The configuration of a fine-tuning run; configs/sft/sft.yaml."""
 
     name: str = MISSING
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -51,6 +51,22 @@ class TokenisedDialogue:
     prompt: list[int]
     response: list[int]
     prompt_weight: float
+
+
+def validate(config: SftConfig) -> None:
+    """Check what can be checked before anything starts.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    from megatron_drmas.config.validate import check_model
+
+    for key, least in (("steps", 1), ("batch_size", 1), ("threads", 1), ("prompt_weight", 0)):
+        if getattr(config, key) < least:
+            raise ConfigError(key, getattr(config, key), "is too small", f"use at least {least}")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError("device", config.device, "is unknown", "choose one of: auto, cpu, cuda")
+    check_model("policy", config.policy)
 
 
 def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metrics: None) -> Path:
@@ -200,11 +216,12 @@ def main() -> int:
     """The command line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from megatron_drmas.config.load import compose_config
+    from megatron_drmas.config.load import CONFIG_DIR, compose_config
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
-        config = compose_config("sft", sys.argv[1:], schema=SftConfig)
+        config = compose_config("sft", sys.argv[1:], CONFIG_DIR / "sft", SftConfig)
+        validate(config)
         os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:

@@ -27,7 +27,8 @@ PASSAGES = 2
 class Noise:
     """How often the expert errs."""
 
-    early_yes: float = 0.3  # "yes" although the answer is not found
+    blind_yes: float = 0.3  # "yes" before any search
+    early_yes: float = 0.6  # "yes" although what was found is not the answer
     late_no: float = 0.2  # "no" although it is
     wrong_first_query: float = 0.15
     wrong_next_query: float = 0.35
@@ -73,7 +74,8 @@ def play(agents: dict[str, Agent], world: World, question: WorldQuestion, noise:
     for turn in range(1, MAX_TURNS + 1):
         found = {passage for step in history for passage in step.passages}
         missing = [fact for fact in question.chain if fact.passage not in found]
-        says_yes = rng.random() >= noise.late_no if not missing else rng.random() < noise.early_yes
+        yes = 1 - noise.late_no if not missing else noise.early_yes if history else noise.blind_yes
+        says_yes = rng.random() < yes
         yield example("verifier", "yes" if says_yes else "no")
         if not missing or (says_yes and history):
             yield example("answer", _answer(question, found, bool(missing) or rng.random() < noise.wrong_answer, rng))
