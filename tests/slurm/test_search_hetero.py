@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,11 +43,12 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def slurm(repository, tmp_path_factory):
+def slurm(repository):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    root = tmp_path_factory.mktemp("slurm")
+    root = Path(tempfile.mkdtemp(prefix="slurm_lab_"))  # pytest's folders are private, and munged wants its socket reachable
+    root.chmod(0o755)
     environment = os.environ | {"SLURM_LAB_ROOT": str(root), "SLURM_CONF": str(root / "etc/slurm.conf"), "SLURM_BASE_PORT": str(port)}
     lab = Lab(repository, environment)
     try:
@@ -53,6 +56,7 @@ def slurm(repository, tmp_path_factory):
         yield lab
     finally:
         subprocess.run(["bash", "tests/slurm_lab/stop_slurm.sh"], cwd=repository, env=environment, timeout=60, check=True)
+        shutil.rmtree(root)
 
 
 def test_slurm_accepts_the_script_as_it_is(slurm):
