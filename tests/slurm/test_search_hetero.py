@@ -23,8 +23,8 @@ class Lab:
         self.repository = repository
         self.environment = environment
 
-    def __call__(self, *command: str, timeout: float = 30) -> str:
-        done = subprocess.run(command, cwd=self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout)
+    def __call__(self, *command: str, cwd: Path | None = None, timeout: float = 30) -> str:
+        done = subprocess.run(command, cwd=cwd or self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -72,11 +72,11 @@ def test_no_directive_stands_where_slurm_does_not_read_it(repository):
 
 
 def test_a_submission_from_elsewhere_says_where_to_submit_from(slurm, tmp_path):
-    log = tmp_path / "log"
     script = str(slurm.repository / "slurm/search_hetero.sh")
-    number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={log}", "--export=PATH,SLURM_SUBMIT_DIR=/", script)
+    number = slurm("sbatch", "--parsable", f"--output={tmp_path}/log", script, cwd=tmp_path)
     job = slurm.wait(number, "FAILED", "COMPLETED", seconds=30)
-    assert (job["JobState"] == "FAILED") == ("submit it from the repository's root" in log.read_text())
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
+    assert "submit it from the repository's root" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.timeout(400)
