@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from megatron_drmas.algorithm.early_warning import agent_statistics
+from megatron_drmas.algorithm.teamtr import certificate
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.team.trajectory import Trajectory
@@ -30,6 +31,9 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
     policies = {}
     for policy, values in metrics.items():
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        if "message_kl" in values:  # TeamTR: what this policy's update is certain to have gained, a trajectory
+            largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
+            policies[policy]["certificate"] = certificate([values["surrogate_gain"]], [values["message_kl"]], largest, calls)
         for index, of_agent in values.get("agents", {}).items():
             agents[batch.agents[index]] |= of_agent
     return StepRecord(
@@ -39,6 +43,16 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
         skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
     )
+
+
+def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str, dict]:
+    """Metrics of a step's updates by policy; of a policy that was updated twice counts add up and the rest is the later one's."""
+    merged = dict(earlier)
+    for policy, values in later.items():
+        before = merged.get(policy, {"tokens": 0, "skipped": 0, "agents": {}})
+        merged[policy] = values | {key: before[key] + values[key] for key in ("tokens", "skipped")}
+        merged[policy]["agents"] = before["agents"] | values["agents"]
+    return merged
 
 
 def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:

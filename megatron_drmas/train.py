@@ -31,13 +31,17 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
-    from megatron_drmas.step_record import step_record, trajectory_records
+    from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
+    from megatron_drmas.step_record import merge_metrics, step_record, trajectory_records
 
     questions = load_questions(config.data.train, "data.train")
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
     learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    stages = [(learning, sampling)]
+    if config.algorithm.sequential:
+        stages = [({name}, sampling.at(name)) for name in agents if name in learning]
 
     run_dir = Path(config.output_dir) / config.name
     checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
@@ -63,17 +67,21 @@ async def train(config: RunConfig) -> None:
             await evaluate_team(cluster, log, done)
 
             for step in range(done + 1, config.steps + 1):
-                drawn = [questions[index] for index in sampler.draw(config.questions_per_step)]
-                with log.phase("generate"):
-                    tokens_before = cluster.generated_tokens
-                    trajectories = await cluster.collector.collect(drawn, config.group_size, sampling.at(step))
-                with log.phase("advantages"):
-                    batch = collate(trajectories, agents, policies, learning)
-                    batch.advantages = compute_advantages(batch, config.algorithm)
-                with log.phase("update"):
-                    metrics = await cluster.update(batch, step)
-                with log.phase("weight_sync"):
-                    await cluster.sync_weights(step, verify=step == done + 1)
+                metrics, tokens_before = {}, cluster.generated_tokens
+                for learners, stream in stages:
+                    with log.phase("generate"):
+                        trajectories = await collect_with_signal(
+                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream),
+                            lambda count: [questions[index] for index in sampler.draw(count)],
+                            config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
+                        )
+                    with log.phase("advantages"):
+                        batch = collate(trajectories, agents, policies, learners)
+                        batch.advantages = compute_advantages(batch, config.algorithm)
+                    with log.phase("update"):
+                        metrics = merge_metrics(metrics, await cluster.update(batch, step))
+                    with log.phase("weight_sync"):
+                        await cluster.sync_weights(step, verify=step == done + 1)
 
                 log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
                 log.log_trajectories(step, trajectory_records(trajectories))

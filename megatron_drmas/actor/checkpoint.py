@@ -1,6 +1,7 @@
 """An actor's state as a Megatron sharded checkpoint: model, optimizer, schedule and random states."""
 
 import os
+import queue
 import random
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,6 +26,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
     parallel: ParallelConfig,
+    trust_region: dict,
 ) -> None:
     """Write a checkpoint folder beside `path`, then rename it; an existing checkpoint there is replaced.
 
@@ -37,7 +40,10 @@ def save_checkpoint(
     dist.barrier()
     state = _state(model, optimizer, schedule, loading=False)
     state["layout"] = _layout(parallel)
+    state["trust_region"] = trust_region
     state["random"] = _random_object(_random_states())
+    # A synchronous save's results stay in this process; Megatron's own queue lives in a process that outlives a killed rank.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(beside))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -53,8 +59,8 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
     parallel: ParallelConfig,
-) -> None:
-    """Restore what `save_checkpoint` wrote; collective.
+) -> dict:
+    """Restore what `save_checkpoint` wrote, and return its `trust_region`; collective.
 
     In the layout that saved it training continues bit for bit.  Another layout gets the same model, optimizer and
     schedule, and keeps its own random states, which belong to ranks.
@@ -64,7 +70,8 @@ def load_checkpoint(
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(path):
         raise FileNotFoundError(f"{path} holds no complete actor checkpoint (metadata.json is missing)")
-    same_layout = dist_checkpointing.load_common_state_dict(path)["layout"] == _layout(parallel)
+    common = dist_checkpointing.load_common_state_dict(path)
+    same_layout = common["layout"] == _layout(parallel)
     state = _state(model, optimizer, schedule, loading=True)
     if same_layout:
         state["random"] = _random_object(None)
@@ -76,6 +83,7 @@ def load_checkpoint(
     schedule.load_state_dict(state["schedule"])
     if same_layout:
         _set_random_states(state["random"])
+    return common["trust_region"]
 
 
 def _state(

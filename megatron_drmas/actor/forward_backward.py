@@ -66,10 +66,12 @@ class PolicyHead:
     token_weights: Tensor  # float32 [T']
     old_logprobs: "Tensor | None"  # float32 [T']; None: those of this pass
     config: LossConfig
+    beta: float = 0.0  # of the loss teamtr
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, LossOutputs]:
         column = partial(self._column, rows=micro.rows, device=logprobs.device)
         sequence = torch.repeat_interleave(torch.arange(len(micro.rows)), micro.lengths)
+        reference = self.batch.reference_logprobs
         outputs = policy_loss(
             LossInputs(
                 logprobs=logprobs,
@@ -80,8 +82,10 @@ class PolicyHead:
                 sequences=len(micro.rows),
                 old_logprobs=None if self.old_logprobs is None else column(self.old_logprobs),
                 entropy=entropy,
+                reference_logprobs=None if reference is None else column(reference),
                 agent=self.batch.agent[micro.rows][sequence].to(logprobs.device),
                 agents=len(self.batch.agents),
+                beta=self.beta,
             ),
             self.config,
         )

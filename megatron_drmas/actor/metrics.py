@@ -21,6 +21,7 @@ SUMS = (
     "chi_square",
     "corrected",
     "gradient_mass",
+    "kl_reference",  # only with a reference policy
 )
 MEANS = {  # reported name -> sum over tokens that is divided by `tokens`
     "clip_fraction": "clipped",
@@ -31,14 +32,16 @@ MEANS = {  # reported name -> sum over tokens that is divided by `tokens`
     "logprob_diff_mean": "mismatch",
     "chi_square": "chi_square",
     "corrected_fraction": "corrected",
+    "kl_reference": "kl_reference",
 }
 
 
 class UpdateMetrics:
     """Per-agent sums and maxima of the loss over micro-batches, ranks and optimizer steps."""
 
-    def __init__(self, agents: int, device: str):
+    def __init__(self, agents: int, device: str, reference: bool = False):
         self.device = device
+        self.means = {name: total for name, total in MEANS.items() if reference or name != "kl_reference"}
         self.sums = torch.zeros(len(SUMS), agents, dtype=torch.float64)
         self.largest_mismatch = torch.zeros(agents, dtype=torch.float64)
         self.nonfinite_agents: set[int] = set()
@@ -49,7 +52,7 @@ class UpdateMetrics:
         """Add one optimizer step's micro-batches of all ranks; collective."""
         sums, largest = torch.zeros_like(self.sums), torch.zeros_like(self.largest_mismatch)
         for output in outputs if owns_results() else []:
-            sums += torch.stack([output.sums[name].double().cpu() for name in SUMS])
+            sums += torch.stack([output.sums.get(name, torch.zeros_like(output.sums["tokens"])).double().cpu() for name in SUMS])
             largest = torch.maximum(largest, output.maxima["mismatch"].double().cpu())
         sums, largest = sums.to(self.device), largest.to(self.device)
         dist.all_reduce(sums)
@@ -82,13 +85,12 @@ class UpdateMetrics:
             "agents": agents,
         }
 
-    @staticmethod
-    def _means(sums: Tensor, steps: int) -> dict:
+    def _means(self, sums: Tensor, steps: int) -> dict:
         value = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens = max(value["tokens"], 1.0)
         return {
             "tokens": int(value["tokens"]),
             "loss": value["loss"] / max(steps, 1),
             "gradient_mass": value["gradient_mass"] / max(steps, 1),
-            **{name: value[total] / tokens for name, total in MEANS.items()},
+            **{name: value[total] / tokens for name, total in self.means.items()},
         }

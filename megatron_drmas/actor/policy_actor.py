@@ -1,6 +1,7 @@
 """`PolicyActor`: one rank of the Megatron side of one policy."""
 
 import math
+from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +24,7 @@ from megatron_drmas.actor.precision import token_multiple
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
+from megatron_drmas.algorithm.teamtr import TrustRegion, measure_update
 from megatron_drmas.rollout.batch import TurnBatch, gather_segments
 
 
@@ -57,6 +59,9 @@ class PolicyActor:
         if weights:
             load_hf_weights([self.model], weights, self.spec)
         self.model.broadcast_params()
+        loss = self.settings.loss
+        self.reference = [parameter.detach().cpu().clone() for parameter in self.model.parameters()] if loss.kl_coef else None
+        self.trust_region = TrustRegion(loss.trust_region.delta, loss.trust_region.beta) if loss.name == "teamtr" else None
         self.optimizer = build_optimizer(self.model, self.settings)
         self.schedule = build_schedule(self.optimizer, self.settings)
         return {
@@ -80,12 +85,18 @@ class PolicyActor:
             logprob_diff_mean, ratio, kl_old, chi_square, corrected_fraction, gradient_mass, tokens, optimizer_steps,
             skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
             (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
+            With a KL to the reference, the policy that the run began with: kl_reference.
+            With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
+            beta, surrogate_gain (the clipped surrogate's gain, a trajectory).
         """
-        metrics = UpdateMetrics(len(batch.agents), self.settings.device)
+        metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
         lr = self._lr()
         generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
         minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
-        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 else None
+        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or self.trust_region else None
+        if self.reference is not None:
+            batch = replace(batch, reference_logprobs=self._reference_logprobs(batch))
+        trust = {}
         for rows in minibatches:
             mini = batch.select(rows)
             head = PolicyHead(
@@ -93,12 +104,19 @@ class PolicyActor:
                 token_weights(mini, self.settings.loss),
                 None if old_logprobs is None else gather_segments(old_logprobs, batch.response_offsets, rows),
                 self.settings.loss,
+                self.trust_region.beta if self.trust_region else 0.0,
             )
             self._zero_gradients()
             outputs = run_micro_batches(self.model, self._micro_batches(mini), head, self.settings.device)
             lr = self._lr()
             metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
-        return metrics.report(lr)
+            if self.trust_region:
+                trust = measure_update(batch, old_logprobs, self.token_logprobs(batch), self.settings.loss)
+                stop = self.trust_region.observe(trust["message_kl"])
+                trust["beta"] = self.trust_region.beta
+                if stop:
+                    break
+        return metrics.report(lr) | trust
 
     def token_logprobs(self, batch: TurnBatch) -> Tensor:
         """Log-probs of the response tokens under the current weights at `temperature`, float32 [T'], on every rank."""
@@ -146,11 +164,14 @@ class PolicyActor:
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder (storage shared by all ranks), atomically: model, optimizer, schedule, random states."""
-        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+        trust_region = {"beta": self.trust_region.beta} if self.trust_region else {}
+        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel, trust_region)
 
     def load(self, path: str) -> None:
         """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
-        load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+        trust_region = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+        if self.trust_region:
+            self.trust_region.beta = trust_region["beta"]
 
     def export_hf(self, path: str) -> None:
         """Write the whole policy as a Hugging Face folder (storage shared by all ranks), atomically.
@@ -170,6 +191,19 @@ class PolicyActor:
         plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)
         multiple = (parallel.tensor if parallel.sequence else 1) * token_multiple(self.settings.precision)
         return [pack_rows(batch, rows, multiple, wanted) for rows in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _reference_logprobs(self, batch: TurnBatch) -> Tensor:
+        """`token_logprobs` under the weights of `initialize`."""
+        with torch.no_grad():
+            trained = [parameter.detach().clone() for parameter in self.model.parameters()]
+            self._set_parameters(self.reference)
+            logprobs = self.token_logprobs(batch)
+            self._set_parameters(trained)
+        return logprobs
+
+    def _set_parameters(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), values, strict=True):
+            parameter.copy_(value)
 
     def _zero_gradients(self) -> None:
         self.model.zero_grad_buffer()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_drmas.kernels.segments import segment_sum
+from megatron_drmas.config.algorithm import LossConfig
+from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_sum
+from megatron_drmas.rollout.batch import TurnBatch
 
 
 def message_kl(sampled: Tensor, current: Tensor, sequence: Tensor, sequences: int) -> float:
@@ -25,6 +27,28 @@ def message_kl(sampled: Tensor, current: Tensor, sequence: Tensor, sequences: in
     if sequences == 0:
         return 0.0
     return float(segment_sum((sampled - current).double(), sequence, sequences).mean())
+
+
+def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: LossConfig) -> dict[str, float]:
+    """What an update did to the messages that it learned from.
+
+    Args:
+        batch: their rows, with advantages.
+        sampled, current: [T'], log-probs before and after.
+
+    Returns:
+        message_kl, and surrogate_gain: the mean over trajectories of sum_messages min(w A, clip(w) A) - A, w the
+        message's ratio: the certificate's L in units of the normalised advantage.
+    """
+    rows = len(batch)
+    sequence = expand_rows(torch.arange(rows), batch.response_lengths)
+    ratio = segment_sum((current - sampled).double(), sequence, rows).clamp(-20, 20).exp()
+    spoke = batch.response_lengths > 0
+    advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
+    bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)
+    gain = torch.minimum(ratio[spoke] * advantage, bounded * advantage) - advantage
+    trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
+    return {"message_kl": message_kl(sampled, current, sequence, rows), "surrogate_gain": float(gain.sum()) / trajectories}
 
 
 @dataclass

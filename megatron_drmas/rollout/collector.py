@@ -29,9 +29,9 @@ class Sampling:
     top_p: float
     stream: str
 
-    def at(self, step: int) -> "Sampling":
-        """The same sampling with random numbers of its own for a step."""
-        return replace(self, stream=f"{self.stream}/{step}")
+    def at(self, part: int | str) -> "Sampling":
+        """The same sampling with random numbers of its own for a step, or a part of one."""
+        return replace(self, stream=f"{self.stream}/{part}")
 
 
 def call_seed(*parts: object) -> int:
