@@ -102,14 +102,13 @@ def pack_sequences(lengths: list[int]) -> PackedSequences:
     """Describe sequences of these lengths, packed in this order (descending lengths give the best groups)."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     groups, slots, start = [], [], 0
-    padded = False
     for first, last in _similar_runs(lengths):
         longest, rows = lengths[first], last - first
         groups.append((start, rows, longest))
         for row in range(first, last):
             slots.append((start + (row - first) * longest, lengths[row]))
-        padded |= lengths[last - 1] != longest
         start += rows * longest
+    padded = start > sum(lengths)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=offsets.int(),

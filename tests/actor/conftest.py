@@ -7,7 +7,7 @@ from tests.actor.ranks import Ranks
 from tests.tiny_models import make_llama, make_qwen2
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -22,7 +22,7 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fresh_ranks() -> Iterator[Callable[[], Ranks]]:
     """Makes processes that have run nothing yet."""
     pools = []
