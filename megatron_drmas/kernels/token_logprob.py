@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCKS = 16  # the scratch space is this fraction of the logits
+BLOCKS = 32  # a scratch tensor is this fraction of the logits
 
 
 def token_logprobs(
