@@ -127,17 +127,21 @@ def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor) -> T
     return logits[0, :, : spec.vocab].float().log_softmax(-1)
 
 
-def load_dist_checkpoint(model: torch.nn.Module, folder: Path) -> None:
-    """A Megatron distributed checkpoint's parameters into a GPTModel chunk, by Megatron's own loader."""
+def load_dist_checkpoint(chunks: list, folder: Path) -> None:
+    """A Megatron distributed checkpoint's parameters into this rank's chunks, by Megatron's own loader; collective."""
     from megatron.core import dist_checkpointing
 
-    state = dist_checkpointing.load(model.sharded_state_dict(), str(folder))
-    model.load_state_dict({key: value for key, value in state.items() if key in model.state_dict()})
+    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    state = dist_checkpointing.load(state, str(folder))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{number}"])
 
 
 def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].log_softmax(-1).numpy()
@@ -156,8 +160,8 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
         )
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        (model,) = build_local_model(spec)
-        load_dist_checkpoint(model, folder)
-        result = model_logprobs(model, spec, torch.tensor(tokens)).numpy()
+        chunks = build_local_model(spec)
+        load_dist_checkpoint(chunks, folder)
+        result = model_logprobs(chunks[0], spec, torch.tensor(tokens)).numpy()
         torch.distributed.destroy_process_group()
     return result

@@ -1,10 +1,10 @@
 """Hugging Face folder -> Megatron distributed checkpoint, streaming."""
 
+import json
 from pathlib import Path
 from typing import Optional
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
 from checkpoints_conv.dist_writer import DistWriter
@@ -18,6 +18,13 @@ from checkpoints_conv.staging import Staging, fingerprint
 
 HF_FILES = "hf"  # folder inside the checkpoint with the HF config, tokenizer and chat template
 COMMON = "common.pt"
+# megatron.core.dist_checkpointing.core.CheckpointingConfig; importing Megatron for it would take seconds.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_pickle: bool = False) -> None:
@@ -52,7 +59,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
     with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
         DistWriter(beside, mapping, dtypes.__getitem__, read, advance).write()
         torch.save({}, beside / COMMON)
-        save_config(CheckpointingConfig("torch_dist", 1), str(beside))
+        (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)
         copy_side_files(hf, beside / HF_FILES)
         staging.finish()
