@@ -1,0 +1,30 @@
+"""The normalisations that are compared, and what the paper reports for them."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron_drmas.config.algorithm import AdvantageConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to normalise, and its row of Dr. MAS's Table 3 (search; avg@16 and pass@16 in percent)."""
+
+    label: str
+    advantage: AdvantageConfig
+    paper: Optional[tuple[float, float]]
+
+    @property
+    def overrides(self) -> list[str]:
+        settings = self.advantage
+        return [f"algorithm.advantage.{key}={getattr(settings, key)}" for key in ("estimator", "mean", "std", "weighting")]
+
+
+# The paper does not say how its group baseline weighs calls, so both ways stand in the first rows.
+VARIANTS = {
+    "group_trajectory": Variant("μ, σ (by trajectory)", AdvantageConfig(mean="group", std="group", weighting="trajectory"), (28.0, 40.5)),
+    "group_step": Variant("μ, σ (by call)", AdvantageConfig(mean="group", std="group", weighting="step"), None),
+    "agent_mean": Variant("μ_k, σ", AdvantageConfig(mean="agent", std="group"), (39.1, 53.5)),
+    "agent_std": Variant("μ, σ_k", AdvantageConfig(mean="group", std="agent"), (42.9, 57.6)),
+    "agent": Variant("μ_k, σ_k", AdvantageConfig(mean="agent", std="agent"), (43.8, 58.3)),
+}
