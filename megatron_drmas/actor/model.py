@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.fp8_emulation import emulate_fp8
-from megatron_drmas.actor.local_layers import local_block_spec
+from megatron_drmas.actor.local_layers import ChosenTokensLayer, local_block_spec
 from megatron_drmas.actor.precision import DTYPES, fp8_arguments
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
@@ -103,11 +103,13 @@ class PolicyModel(GPTModel):
             )
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        chosen = loss_mask[0]
+        hidden_states = hidden_states[:, 0]
+        if not isinstance(self.decoder.layers[-1], ChosenTokensLayer):
+            hidden_states = hidden_states[loss_mask[0]]
         logprobs, entropy = linear_token_logprobs(
-            hidden_states[:, 0][chosen],
+            hidden_states,
             weight,
-            labels[0][chosen],
+            labels[loss_mask],
             group if group.size() > 1 else None,
             temperature=self.temperature,
             vocab_size=self.vocab,
@@ -130,7 +132,9 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
         )
     else:
-        layers = local_block_spec(config)
+        # FP8's scales are to see all tokens, as they do in Transformer Engine.
+        choose_tokens = not config.sequence_parallel and settings.precision.mode != "fp8_emulated"
+        layers = local_block_spec(config, choose_tokens)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=layers,

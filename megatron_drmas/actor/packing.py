@@ -16,12 +16,13 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of a packed micro-batch, and how its rows are grouped for batched attention.
 
     A group (start, rows, length) is a contiguous run of the padded layout; `slots[i]` is token i's place in that
-    layout, None when it equals the packed one.
+    layout, None when it equals the packed one.  `chosen` are the places of the tokens that are predicted from; None: all.
     """
 
     groups: "list[tuple[int, int, int]] | None" = None
     slots: "Tensor | None" = None  # int64 [t]
     padded_tokens: int = 0
+    chosen: "Tensor | None" = None  # int64 [n]
 
 
 @dataclass
@@ -47,8 +48,9 @@ class MicroBatch:
             return self
         for name in ("tokens", "positions", "labels", "predict"):
             setattr(self, name, getattr(self, name).to(device, non_blocking=True))
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-            setattr(self.packed, name, getattr(self.packed, name).to(device, non_blocking=True))
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "slots", "chosen"):
+            value = getattr(self.packed, name)
+            setattr(self.packed, name, None if value is None else value.to(device, non_blocking=True))
         return self
 
 
@@ -86,13 +88,14 @@ def pack_rows(batch: TurnBatch, rows: Tensor, multiple: int = 1, wanted: "Tensor
     extra = -len(tokens) % multiple if len(tokens) else multiple
     tokens, positions, predict = (_extended(x, extra) for x in (tokens, positions, predict))
     positions[len(tokens) - extra :] = torch.arange(extra)
-    sequences = lengths.tolist() + ([extra] if extra else [])
+    packed = pack_sequences(lengths.tolist() + ([extra] if extra else []))
+    packed.chosen = predict.nonzero().flatten()
     return MicroBatch(
         tokens=tokens[None],
         positions=positions[None],
         labels=tokens.roll(-1)[None],
         predict=predict[None],
-        packed=pack_sequences(sequences),
+        packed=packed,
         rows=rows,
         lengths=counts,
     )

@@ -93,3 +93,17 @@ def test_mini_batches_clip_against_the_policy_before_the_first(ranks, models):
     assert one["clip_fraction"] == 0 and one["ratio"] == 1
     assert four["clip_fraction"] > 0.1, "later mini-batches see a policy that has moved"
     assert four["prob_ratio"] == pytest.approx(one["prob_ratio"], rel=1e-4), "the engine is compared with the policy that sampled"
+
+
+def log_probs_and_update(actor, batch):
+    return actor.token_logprobs(batch), actor.update(batch, 0)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2"])
+def test_batches_without_response_tokens(ranks, models, layout):
+    """No rows make no step; rows with empty responses make one with a zero gradient."""
+    none = make_batch().select(torch.zeros(0, dtype=torch.int64))
+    logprobs, report = ranks.run(make_settings(models["llama"], layout), log_probs_and_update, none)[0]
+    assert len(logprobs) == 0 and report["optimizer_steps"] == 0 and report["tokens"] == 0
+    logprobs, report = ranks.run(make_settings(models["llama"], layout), log_probs_and_update, make_batch(response=(0, 1)))[0]
+    assert len(logprobs) == 0 and report["grad_norm"] == 0 and report["loss"] == 0 and report["skipped"] == 0
