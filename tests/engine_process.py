@@ -38,7 +38,8 @@ class EngineProcess:
         with tempfile.TemporaryDirectory() as folder, Listener(os.path.join(folder, "socket")) as listener:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.engine_process", str(listener.address)],
-                cwd=Path(__file__).parents[1], env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                cwd=Path(__file__).parents[1], env={**os.environ, **ENVIRONMENT},
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
             self._connection = listener.accept()
         self._connection.send(settings)
@@ -93,7 +94,9 @@ def prompt(length: int, start: int = 3) -> list[int]:
     return [3 + (start * 7 + i * i) % 230 for i in range(length)]
 
 
-def request(key: int, prompt_ids: list[int], seed: Optional[int] = None, temperature: float = 0.7, top_p: float = 1.0, max_tokens: int = 8) -> Request:
+def request(
+    key: int, prompt_ids: list[int], seed: Optional[int] = None, temperature: float = 0.7, top_p: float = 1.0, max_tokens: int = 8,
+) -> Request:
     return Request(key, prompt_ids, key if seed is None else seed, temperature, top_p, max_tokens)
 
 

@@ -173,7 +173,8 @@ class Engine:
         self._check_alive()
         if self._core.incomplete is not None:
             raise EngineError(
-                f"engine of policy {self.settings.name!r} holds incomplete weights ({self._core.incomplete}); send a complete update"
+                f"engine of policy {self.settings.name!r} holds incomplete weights ({self._core.incomplete}); "
+                "send a complete update"
             )
 
     def _check_can_sleep(self) -> None:

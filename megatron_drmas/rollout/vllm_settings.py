@@ -43,7 +43,9 @@ def stop_token_ids(model: str) -> list[int]:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         found += value if isinstance(value, list) else [] if value is None else [value]
     if not found:
-        raise ValueError(f"{model}: neither generation_config.json nor config.json has an eos_token_id; add the token that ends a turn")
+        raise ValueError(
+            f"{model}: neither generation_config.json nor config.json has an eos_token_id; add the token that ends a turn"
+        )
     return sorted(set(found))
 
 

@@ -5,7 +5,12 @@ from typing import Iterator
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from megatron_drmas.weight_sync.errors import WeightSyncError

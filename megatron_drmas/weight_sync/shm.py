@@ -63,7 +63,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             try:
                 descriptor = os.open(os.path.join(FOLDER, segment), os.O_RDWR)
             except FileNotFoundError as error:
-                raise WeightSyncError(f"shared-memory segment {segment!r} is gone: its sender ended or gave up the update") from error
+                raise WeightSyncError(
+                    f"shared-memory segment {segment!r} is gone: its sender ended or gave up the update"
+                ) from error
             try:
                 self._mapped[segment] = mmap.mmap(descriptor, 0)
             finally:

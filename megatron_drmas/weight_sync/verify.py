@@ -35,6 +35,7 @@ def compare(sent: dict[str, str], loaded: dict[str, str], engine: str) -> None:
         "are not in the engine": sorted(sent.keys() - loaded.keys()),
         "are not the actor's": sorted(loaded.keys() - sent.keys()),
     }
-    found = [f"{len(names)} of {len(sent)} tensors {what}: {', '.join(names[:SHOWN])}" for what, names in problems.items() if names]
+    total = len(sent)
+    found = [f"{len(names)} of {total} tensors {what}: {', '.join(names[:SHOWN])}" for what, names in problems.items() if names]
     if found:
         raise WeightSyncError(f"the weights of {engine} are not those that were sent; {'; '.join(found)}")

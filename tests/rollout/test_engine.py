@@ -48,7 +48,9 @@ def another(folder: str) -> LlamaForCausalLM:
     return model
 
 
-def reference(model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, temperature: float, top_p: float = 1.0) -> torch.Tensor:
+def reference(
+    model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, temperature: float, top_p: float = 1.0,
+) -> torch.Tensor:
     """Log-probs of the sampled ids under the distribution that they should have been drawn from."""
     ids = torch.tensor([prompt_ids + sample.token_ids])
     with torch.no_grad():
@@ -64,7 +66,8 @@ def reference(model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, te
 
 def assert_logprobs(model, prompt_ids, sample, temperature=TEMPERATURE, top_p=1.0) -> None:
     assert sample.error is None
-    torch.testing.assert_close(torch.tensor(sample.logprobs), reference(model, prompt_ids, sample, temperature, top_p), atol=1e-4, rtol=0)
+    expected = reference(model, prompt_ids, sample, temperature, top_p)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine, folder):
@@ -116,7 +119,8 @@ def test_a_response_ends_at_the_stop_token_and_holds_it(engine):
     samples = engine.generate([request(i, prompt(6, i), temperature=1.5, max_tokens=100) for i in range(32)])
     ended = [sample for sample in samples if sample.finish_reason == "stop"]
     assert ended and all(sample.token_ids.index(2) == len(sample.token_ids) - 1 for sample in ended)
-    assert all(len(sample.token_ids) == 100 and 2 not in sample.token_ids for sample in samples if sample.finish_reason == "length")
+    cut = [sample for sample in samples if sample.finish_reason == "length"]
+    assert all(len(sample.token_ids) == 100 and 2 not in sample.token_ids for sample in cut)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_drmas.weight_sync.bucket import buckets, padded_bytes
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.manifest import Manifest
+from megatron_drmas.weight_sync.sender import buckets, padded_bytes
 from megatron_drmas.weight_sync.shm_sender import ShmSender
 from megatron_drmas.weight_sync.verify import compare, digest
 from tests.tiny_models import make_llama, make_qwen2

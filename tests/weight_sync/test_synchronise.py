@@ -20,7 +20,9 @@ class PretendSender:
         self._buckets = iter(buckets)
 
     def calls(self, **replaced) -> SenderCalls:
-        return SenderCalls(**{"name": self.name, "begin_send": self.begin, "next_bucket": self.next, "end_send": self.end, **replaced})
+        return SenderCalls(**{
+            "name": self.name, "begin_send": self.begin, "next_bucket": self.next, "end_send": self.end, **replaced,
+        })
 
     async def begin(self, verify: bool) -> None:
         self.log.append(("begin_send", self.name))
@@ -132,8 +134,11 @@ async def fail(*_):
     raise RuntimeError("the process is gone")
 
 
+FAULTS = [(hang, r"did not answer {}.* within the update's 0.5 s"), (fail, "failed in {}.*: the process is gone")]
+
+
 @pytest.mark.parametrize("call", ["begin_send", "next_bucket", "end_send"])
-@pytest.mark.parametrize("fault, message", [(hang, r"did not answer {} within the update's 0.5 s"), (fail, "failed in {}: the process is gone")])
+@pytest.mark.parametrize("fault, message", FAULTS)
 def test_a_lost_rank_is_named_in_bounded_time(senders, engines, call, fault, message):
     began = time.monotonic()
     calls = [senders[0].calls(), senders[1].calls(), senders[2].calls(**{call: fault})]
@@ -144,7 +149,7 @@ def test_a_lost_rank_is_named_in_bounded_time(senders, engines, call, fault, mes
 
 
 @pytest.mark.parametrize("call", ["begin_update", "load_bucket", "finish_update"])
-@pytest.mark.parametrize("fault, message", [(hang, r"did not answer {}.*within the update's 0.5 s"), (fail, "failed in {}.*: the process is gone")])
+@pytest.mark.parametrize("fault, message", FAULTS)
 def test_a_lost_engine_is_named_in_bounded_time_and_the_senders_memory_freed(senders, engines, call, fault, message):
     with pytest.raises(WeightSyncError, match="weight update 4: engine 1 " + message.format(call)):
         run([s.calls() for s in senders], [engines[0].calls(), engines[1].calls(**{call: fault})], timeout_s=0.5)
@@ -164,14 +169,13 @@ def test_an_engine_that_computes_with_other_weights_is_named_with_the_tensor(sen
 
 
 def test_the_same_bucket_from_two_gpus_is_loaded_once_with_both_handles(log):
-    senders = [
-        PretendSender(f"rank {rank}", [{"names": ["a", "b"], "ipc_handles": [{f"gpu{rank}": 1}, {f"gpu{rank}": 2}]}], log) for rank in range(2)
-    ]
+    infos = [{"names": ["a", "b"], "ipc_handles": [{f"gpu{rank}": 1}, {f"gpu{rank}": 2}]} for rank in range(2)]
+    senders = [PretendSender(f"rank {rank}", [info], log) for rank, info in enumerate(infos)]
     engine = PretendEngine("engine 0", log)
-    infos = []
+    loaded = []
 
     async def load(info: dict) -> None:
-        infos.append(info)
+        loaded.append(info)
 
     run([s.calls() for s in senders], [engine.calls(load_bucket=load)])
-    assert infos == [{"names": ["a", "b"], "ipc_handles": [{"gpu0": 1, "gpu1": 1}, {"gpu0": 2, "gpu1": 2}]}]
+    assert loaded == [{"names": ["a", "b"], "ipc_handles": [{"gpu0": 1, "gpu1": 1}, {"gpu0": 2, "gpu1": 2}]}]
