@@ -1,12 +1,16 @@
 """A policy's own tokenizer and chat template."""
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
 class ChatTokenizer:
     """Messages → prompt ids, sampled ids → text.
+
+    A tokenizer.json is taken as it is.  `AutoTokenizer` would rebuild parts of it by the model's architecture, and a Qwen2
+    model with a tokenizer of its own would see other ids than it was trained on.
 
     Args:
         model: Hugging Face folder.
@@ -14,7 +18,8 @@ class ChatTokenizer:
     """
 
     def __init__(self, model: str, template_options: dict[str, Any]):
-        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        loader = PreTrainedTokenizerFast if (Path(model) / "tokenizer.json").is_file() else AutoTokenizer
+        self._tokenizer = loader.from_pretrained(model, local_files_only=True)
         self._options = template_options
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
