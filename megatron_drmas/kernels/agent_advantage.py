@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks, segment_total
+from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
 
 
 ROUNDING = 1e-8  # a spread below this share of the mean is what summation order leaves of equal samples
@@ -39,8 +39,8 @@ class CellStatistics:
     @property
     def std(self) -> Tensor:
         """Unbiased standard deviation [cells]; 0 for a cell of fewer than two samples or of equal ones."""
-        std = (self.m2 / (self.count - 1).clamp(min=1)).sqrt()
-        return torch.where(std > ROUNDING * self.mean.abs(), std, 0.0)
+        std = (self.m2 / (self.count - 1).clamp(min=1)).sqrt_()
+        return std * (std > ROUNDING * self.mean.abs())
 
 
 def cell_statistics(scores: Tensor, cell: Tensor, cells: int) -> CellStatistics:
@@ -51,11 +51,14 @@ def cell_statistics(scores: Tensor, cell: Tensor, cells: int) -> CellStatistics:
         cell: int64 [R] in [0, cells).
     """
     count = torch.bincount(cell, minlength=cells).double()
-    mean = segment_total(scores.double(), cell, cells).div_(count.clamp(min=1))
-    deviation = torch.empty(len(scores), dtype=torch.float64, device=scores.device)
-    for rows in row_blocks(scores):
-        torch.index_select(mean, 0, cell[rows], out=deviation[rows]).sub_(scores[rows]).square_()
-    return CellStatistics(count, mean, segment_total(deviation, cell, cells))
+    total, m2 = torch.zeros_like(count), torch.zeros_like(count)
+    for rows in row_blocks(cell):
+        total.index_add_(0, cell[rows], scores[rows].double())
+    mean = total.div_(count.clamp(min=1))
+    for rows in row_blocks(cell):
+        deviation = scores[rows].double().sub_(mean.index_select(0, cell[rows]))
+        m2.index_add_(0, cell[rows], deviation.square_())
+    return CellStatistics(count, mean, m2)
 
 
 def merge_statistics(parts: Sequence[CellStatistics]) -> CellStatistics:
@@ -96,11 +99,13 @@ def normalise(
         scores: [R].
         mean_cell, std_cell: int64 [R], each row's cell in `mean` and in `std`.
     """
-    scale = None if std is None else torch.where(std.std > 0, 1 / (std.std + epsilon), 0.0)
     advantages = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+    if std is not None:
+        spread = std.std
+        scale = (spread + epsilon).reciprocal_() * (spread > 0)
     for rows in row_blocks(scores):
-        centred = mean.mean.index_select(0, mean_cell[rows]).neg_().add_(scores[rows])
-        advantages[rows] = centred if scale is None else centred.mul_(scale.index_select(0, std_cell[rows]))
+        centred = scores[rows].double().sub_(mean.mean.index_select(0, mean_cell[rows]))
+        advantages[rows] = centred if std is None else centred.mul_(scale.index_select(0, std_cell[rows]))
     return advantages
 
 

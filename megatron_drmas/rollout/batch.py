@@ -66,7 +66,7 @@ class TurnBatch:
     @property
     def response_lengths(self) -> Tensor:
         """Response tokens of each row, int64 [R]."""
-        return self.lengths - self.prompt_lengths
+        return self.lengths.sub_(self.prompt_lengths)
 
     @property
     def response_offsets(self) -> Tensor:

@@ -86,11 +86,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     batch, config = make_batch(args.rows, args.tokens), AlgorithmConfig()
 
-    start = time.perf_counter()
-    expected = row_loop(batch, config.invalid_penalty, args.tokens)
-    loop = time.perf_counter() - start
-    torch.testing.assert_close(compute_advantages(batch, config), expected, rtol=1e-4, atol=1e-4)
-    del expected
     tokens = args.rows * args.tokens
     times = median_seconds(
         {
@@ -100,6 +95,10 @@ def main() -> None:
         },
         repeat=9,
     )
+    start = time.perf_counter()
+    expected = row_loop(batch, config.invalid_penalty, args.tokens)
+    loop = time.perf_counter() - start
+    torch.testing.assert_close(compute_advantages(batch, config), expected, rtol=1e-4, atol=1e-4)
     ours, write = times["ours"], min(times["torch"], times["numpy"])
     print(f"rows {args.rows}  tokens {args.tokens}  threads {args.threads}")
     print(f"row loop {loop:.2f} s   compute_advantages {ours:.3f} s   write once {times['torch']:.3f} s torch, {times['numpy']:.3f} s numpy")
