@@ -71,9 +71,10 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
 
 
 def trajectory_records(trajectories: list[Trajectory], most: int = READABLE) -> list[TrajectoryRecord]:
-    """A few whole trajectories, spread over the questions."""
+    """A few whole trajectories, spread over the questions, and first one of each failure's cause."""
+    failed = {trajectory.failure: trajectory for trajectory in trajectories if trajectory.failure is not None}
     stride = max(1, len(trajectories) // most)
-    return [_readable(trajectory) for trajectory in trajectories[::stride][:most]]
+    return [_readable(trajectory) for trajectory in [*failed.values(), *trajectories[::stride]][:most]]
 
 
 def _readable(trajectory: Trajectory) -> TrajectoryRecord:
@@ -83,5 +84,5 @@ def _readable(trajectory: Trajectory) -> TrajectoryRecord:
     return TrajectoryRecord(
         question=trajectory.question.text, expected=list(trajectory.question.answers),
         answer=trajectory.outcome.answer if trajectory.outcome else None, reward=trajectory.reward, turns=turns,
-        source=trajectory.question.data_source, masked=trajectory.failure,
+        source=trajectory.question.data_source, masked=trajectory.failure and f"{trajectory.failure}: {trajectory.failure_detail}",
     )

@@ -14,6 +14,7 @@ from megatron_drmas.environments.base import Environment, register_environment
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -41,7 +42,7 @@ class SearchEnvironment(Environment):
         if self.config.retrieval.url:
             settings = self.config.retrieval
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=settings.concurrency), timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
+                connector=aiohttp.TCPConnector(limit=settings.concurrency, keepalive_timeout=KEEPALIVE_S), timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
             )
         return self
 

@@ -95,7 +95,7 @@ class Collector:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
             trajectory.reward = await self.environment.reward(trajectory.question, trajectory.outcome)
         except TrajectoryFailure as failure:
-            trajectory.failure = failure.cause
+            trajectory.failure, trajectory.failure_detail = failure.cause, failure.detail
         finally:
             self._live -= 1
             self.next_round()

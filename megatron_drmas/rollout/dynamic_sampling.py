@@ -45,5 +45,5 @@ async def collect_with_signal(
             break
         for trajectory in drawn:
             if trajectory.group not in with_signal and trajectory.failure is None:
-                trajectory.failure = NO_SIGNAL
+                trajectory.failure, trajectory.failure_detail = NO_SIGNAL, "all returns of the question are equal"
     return trajectories

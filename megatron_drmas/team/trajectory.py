@@ -56,7 +56,8 @@ class Trajectory:
     outcome: Optional[Outcome] = None
     reward: float = 0.0
     role_rewards: dict[str, float] = field(default_factory=dict)  # by agent; counts with algorithm.reward.role
-    failure: Optional[str] = None
+    failure: Optional[str] = None  # the cause
+    failure_detail: Optional[str] = None
 
 
 class TrajectoryFailure(Exception):
