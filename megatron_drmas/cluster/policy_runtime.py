@@ -7,9 +7,10 @@ from typing import Any, Awaitable, Callable, Optional
 
 import ray
 
+from megatron_drmas.actor.precision import environment
 from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess, together
-from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
@@ -39,7 +40,7 @@ class PolicyRuntime:
 
         def process(kind: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
             return RemoteProcess(
-                f"{kind} {index} of policy {name!r}", logs / f"{name}_{kind}_{index}.log", _environment(kind, slot, threads),
+                f"{kind} {index} of policy {name!r}", logs / f"{name}_{kind}_{index}.log", _environment(kind, slot, threads, config.precision),
                 asynchronous=kind == "engine", bundle=None if bundles is None else (bundles, slot.node),
             )
 
@@ -147,7 +148,7 @@ class EngineProxy:
         return self._process.call("poll", timeout_s, timeout_s=timeout_s + SUBMIT_TIMEOUT_S)
 
 
-def _environment(kind: str, slot: Slot, threads: int) -> dict[str, str]:
+def _environment(kind: str, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
     """Variables of a process that must be set before torch, Megatron or vLLM are imported."""
     variables = {
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -162,5 +163,5 @@ def _environment(kind: str, slot: Slot, threads: int) -> dict[str, str]:
     if kind == "engine" and not slot.devices:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if kind == "actor":
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(precision)}
     return variables

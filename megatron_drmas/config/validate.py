@@ -11,6 +11,7 @@ import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
 from checkpoints_conv.spec import ModelSpec
+from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
@@ -65,8 +66,11 @@ def validate(config: RunConfig, files: bool = True) -> None:
         _check_policy(name, policy, config)
     _check_environment(config, files)
     if files:
+        device = "cuda" if config.cluster.device == "cuda" or config.cluster.device == "auto" and config.cluster.gpus_per_node else "cpu"
         for name, policy in config.policies.items():
-            _check_length(name, policy, check_model(f"policies.{name}", policy), config)
+            spec = check_model(f"policies.{name}", policy)
+            _check_length(name, policy, spec, config)
+            check_precision(config.precision, device, spec.layers)
         load_questions(config.data.train, "data.train")
         load_questions(config.data.eval, "data.eval", config.data.eval_limit)
 
