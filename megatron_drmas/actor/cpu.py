@@ -3,7 +3,8 @@
 `install()` is called once in a process, before Megatron's groups and models are made.  Where a CUDA device is
 present it changes nothing.  Elsewhere it redirects, for this process only, the CUDA calls that Megatron makes
 unconditionally: the current device, moves to the device, factory calls with `device="cuda"`, streams and
-synchronisation, the CUDA random state, and the `torch.cuda.*Tensor` type names that its optimizers compare.
+synchronisation, the CUDA random state, and the `torch.cuda.*Tensor` type names that its optimizers compare.  Functions
+that Megatron compiles for speed run as they are: compiling them on a CPU takes longer than they do, and a compiler.
 """
 
 import functools
@@ -52,6 +53,7 @@ def install() -> bool:
         return False
     if torch.cuda.current_device is _current_device:
         return True
+    torch.compiler.set_stance("force_eager")
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.set_device = _nothing
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.stream = Idle

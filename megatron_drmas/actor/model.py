@@ -122,8 +122,18 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
 
     On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU and for emulated FP8 Megatron's local
     ones with `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.
+
+    Raises:
+        ConversionError: the layout does not divide the model.
+        ValueError: experts with tensor but without sequence parallelism.
     """
-    spec.check_layout(settings.policy.parallel.tensor, settings.policy.parallel.pipeline)
+    parallel = settings.policy.parallel
+    spec.check_layout(parallel.tensor, parallel.pipeline)
+    if spec.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError(
+            f"policies.{settings.name}.parallel.sequence=false: Megatron trains a mixture of experts under tensor "
+            f"parallelism ({parallel.tensor}) only with sequence parallelism; set it to true"
+        )
     config = transformer_config(spec, settings)
     if _with_transformer_engine(settings):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
