@@ -160,8 +160,9 @@ def _environment(kind: str, slot: Slot, threads: int, precision: PrecisionConfig
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if not os.environ.get("RAY_ADDRESS"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if kind == "engine" and not slot.devices:
-        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if kind == "engine":
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        variables |= {} if slot.devices else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if kind == "actor":
         variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(precision)}
     return variables
