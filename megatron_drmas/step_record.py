@@ -33,7 +33,7 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         if "message_kl" in values:  # TeamTR: what this policy's update is certain to have gained, a trajectory
             largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
-            policies[policy]["certificate"] = certificate([values["surrogate_gain"]], [values["message_kl"]], largest, calls)
+            policies[policy]["certificate"] = certificate([values["surrogate_gain"]], [values["message_kl_bound"]], largest, calls)
         for index, of_agent in values.get("agents", {}).items():
             agents[batch.agents[index]] |= of_agent
     return StepRecord(

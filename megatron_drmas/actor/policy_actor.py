@@ -87,7 +87,7 @@ class PolicyActor:
             (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
             With a KL to the reference, the policy that the run began with: kl_reference.
             With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
-            beta, surrogate_gain (the clipped surrogate's gain, a trajectory).
+            beta, message_kl_bound and surrogate_gain (see `teamtr.measure_update`).
         """
         metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
         lr = self._lr()

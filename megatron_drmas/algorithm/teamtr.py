@@ -37,18 +37,24 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
         sampled, current: [T'], log-probs before and after.
 
     Returns:
-        message_kl, and surrogate_gain: the mean over trajectories of sum_messages min(w A, clip(w) A) - A, w the
-        message's ratio: the certificate's L in units of the normalised advantage.
+        message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
+        the same KL that is never negative, for the certificate; and surrogate_gain, the mean over trajectories of
+        sum_messages min(w A, clip(w) A) - A: the certificate's L in units of the normalised advantage.
     """
     rows = len(batch)
     sequence = expand_rows(torch.arange(rows), batch.response_lengths)
-    ratio = segment_sum((current - sampled).double(), sequence, rows).clamp(-20, 20).exp()
+    log_ratio = segment_sum((current - sampled).double(), sequence, rows).clamp(-20, 20)
+    ratio = log_ratio.exp()
     spoke = batch.response_lengths > 0
     advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
     bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio[spoke] * advantage, bounded * advantage) - advantage
     trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
-    return {"message_kl": message_kl(sampled, current, sequence, rows), "surrogate_gain": float(gain.sum()) / trajectories}
+    return {
+        "message_kl": message_kl(sampled, current, sequence, rows),
+        "message_kl_bound": float((ratio - 1 - log_ratio).mean()),
+        "surrogate_gain": float(gain.sum()) / trajectories,
+    }
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there,))
             process.start()
             self.pipes.append(here)
             self.processes.append(process)

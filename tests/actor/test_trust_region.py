@@ -47,7 +47,6 @@ def test_a_wide_region_lets_every_step_be_made(run):
     first, second, again = run(region(1e6))[0]
     assert first["optimizer_steps"] == 4 and 0 < first["message_kl"] < 1e6
     assert first["beta"] == 0.1 / 16 and second["beta"] == 0.1 / 256, "halved after every step"
-    assert first["surrogate_gain"] > 0
     assert second == again, "beta is part of the checkpoint"
 
 

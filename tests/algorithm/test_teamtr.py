@@ -137,4 +137,5 @@ def test_update_is_measured_by_message_and_by_trajectory(make_batch):
     sampled, half = torch.zeros(4), math.log(2) / 2
     measured = measure_update(batch, sampled, torch.tensor([half, half, -math.log(2), 0.0]), LossConfig())
     assert measured["message_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert measured["message_kl_bound"] == pytest.approx((2 + 0.5 + 1 - 3) / 3)
     assert measured["surrogate_gain"] == pytest.approx((0.2 + (-0.8 + 1.0) + 0.0) / 2)
