@@ -19,8 +19,9 @@ class Engine:
 
     The thread takes commands between steps; the methods may be called from any event loop.  All requests of one `submit`
     enter the batch before the next step.  With `settings.deterministic`, a submit is admitted only when the engine is
-    empty, so the composition of every batch, and with it every bit of the result, depends on the sequence of submits
-    alone (and on the prefix cache: reset it where two runs must agree).
+    empty, and finds the prefix cache empty too: the composition of every batch, and with it every bit of the samples,
+    depends on that submit and the weights alone.  It costs what later requests would have added to running batches, and
+    what they would have shared with earlier ones.
 
     Weights change between `begin_update` and `finish_update`; generation rests meanwhile.  Requests in flight go on
     afterwards with the new weights: their keys and values are computed anew.  An update that fails after some of it was
@@ -200,8 +201,7 @@ class Engine:
         ready.set_result(facts)
         try:
             while self._obey():
-                if self._backlog and not (core.running and self.settings.deterministic):
-                    self._deliver(core.admit(self._backlog.pop(0)))
+                self._admit(core)
                 if core.running and not core.resting:
                     self._deliver(core.step())
             core.shutdown()
@@ -228,6 +228,13 @@ class Engine:
                     answer.set_result(work())
                 except Exception as error:
                     answer.set_exception(error)
+
+    def _admit(self, core: "LLMCore") -> None:
+        """Take up submits: all that wait, or, where batches must be reproducible, the next once the engine is empty."""
+        while self._backlog and not (self.settings.deterministic and core.running):
+            if self.settings.deterministic:
+                core.reset_prefix_cache()
+            self._deliver(core.admit(self._backlog.pop(0)))
 
     def _deliver(self, samples: list[Sample]) -> None:
         if samples:

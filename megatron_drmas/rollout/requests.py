@@ -16,7 +16,7 @@ class EngineSettings:
         engine: its size and layout.
         dtype: of weights and KV cache: float32 | bfloat16.
         seed: vLLM's own; requests carry theirs.
-        deterministic: admit a submit call only when every earlier one has finished.
+        deterministic: samples depend on the submit they came with and on nothing before; see `Engine`.
         device: cpu | cuda.
         threads: of the CPU kernels; must equal OMP_NUM_THREADS, which decides.
         transfer: vLLM's weight-transfer back end: shm (CPU) | ipc (GPUs shared with the actor) | nccl (GPUs of its own).

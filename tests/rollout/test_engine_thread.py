@@ -61,6 +61,9 @@ class CountingCore:
     def finish_update(self, version: int) -> None:
         self.updating = False
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""A real engine on a Qwen2 with biases: an update is complete and exact, or it is refused."""
+"""A real, deterministic engine on a Qwen2 with biases: an update is complete and exact, or it is refused."""
 
 import time
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=128, max_num_seqs=8, kv_cache_mib=32)
-    with EngineProcess(EngineSettings("verifier", folder, size)) as engine:
+    with EngineProcess(EngineSettings("verifier", folder, size, deterministic=True)) as engine:
         yield engine
 
 
@@ -137,6 +137,15 @@ def test_nothing_is_generated_during_an_update(engine, tensors):
     assert engine.call("poll", 0.2) == [] and engine.call("stats")["steps"] == steps
     engine.update(tensors.items(), version=1)
     assert engine.collect([1])[0].weight_version == 1
+
+
+def test_a_submit_gives_the_same_bits_whatever_came_before(engine):
+    asked = [request(i, prompt(40 + i % 3, i % 2), max_tokens=5 + i % 7) for i in range(12)]
+    first = engine.generate(asked)
+    engine.call("submit", [request(100 + i, prompt(40 + i, i), max_tokens=20) for i in range(8)])
+    engine.call("submit", asked)  # while the others run
+    again = engine.collect([one.key for one in asked] + [100 + i for i in range(8)])
+    assert again[: len(asked)] == first
 
 
 def test_poll_gives_up_after_its_time(engine):
