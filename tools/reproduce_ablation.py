@@ -36,7 +36,11 @@ def frozen_config(args: argparse.Namespace) -> RunConfig:
             "name=frozen",
             f"output_dir={args.out}",
             f"variables.tiny_team={args.tiny_team}",
-            *(f"policies.{policy}.{setting}" for policy in ("qwen2", "llama") for setting in ("optimizer.lr=0", "parallel.tensor=1", "parallel.pipeline=1")),
+            *(
+                f"policies.{policy}.{setting}"
+                for policy in ("qwen2", "llama")
+                for setting in ("optimizer.lr=0", "parallel.tensor=1", "parallel.pipeline=1")
+            ),
         ],
     )
     validate(config)
@@ -58,7 +62,9 @@ async def frozen_study(args: argparse.Namespace, bars: Progress) -> dict:
     return {"max_turns": turns, "factors": factors[turns], "factors_by_turns": factors, "variants": compared}
 
 
-def train(args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: int, done: int) -> None:
+def train(
+    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: int, done: int
+) -> None:
     """One training run in a process of its own; the bar follows its metrics.jsonl.
 
     Raises:
@@ -68,9 +74,21 @@ def train(args: argparse.Namespace, variant: str, precision: str, seed: int, max
     folder, log = args.out / "runs" / name, args.out / "runs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        sys.executable, "-m", "megatron_drmas.train", f"name={name}", f"output_dir={args.out / 'runs'}", f"variables.tiny_team={args.tiny_team}",
-        f"seed={seed}", f"steps={args.steps}", f"precision={precision}", f"team.workflow.max_turns={max_turns}",
-        "evaluation.before=false", "checkpoint.keep=1", "checkpoint.export=false", *VARIANTS[variant].overrides, *args.override,
+        sys.executable,
+        "-m",
+        "megatron_drmas.train",
+        f"name={name}",
+        f"output_dir={args.out / 'runs'}",
+        f"variables.tiny_team={args.tiny_team}",
+        f"seed={seed}",
+        f"steps={args.steps}",
+        f"precision={precision}",
+        f"team.workflow.max_turns={max_turns}",
+        "evaluation.before=false",
+        "checkpoint.keep=1",
+        "checkpoint.export=false",
+        *VARIANTS[variant].overrides,
+        *args.override,
     ]
     bars.update(task, description=f"{precision} {VARIANTS[variant].label} seed {seed}")
     with open(log, "a") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
@@ -112,13 +130,26 @@ def write_results(args: argparse.Namespace, frozen: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.reproduce_ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.reproduce_ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="folder to write (default: %(default)s)")
-    parser.add_argument("--tiny-team", type=Path, default=Path("outputs/tiny_team"), help="made if it is not there (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, help="training runs of each variant and precision; 0: frozen policies only")
+    parser.add_argument(
+        "--tiny-team", type=Path, default=Path("outputs/tiny_team"), help="made if it is not there (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="training runs of each variant and precision; 0: frozen policies only"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "fp8_emulated"], choices=["fp32", "bf16", "fp8_emulated"])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=list(VARIANTS),
+        choices=list(VARIANTS),
+        metavar="VARIANT",
+        help=f"of {', '.join(VARIANTS)}",
+    )
     parser.add_argument("--max-turns", type=int, default=0, help="of the workflow; 0: where some agent's calls are rarest")
     parser.add_argument("--frozen-batches", type=int, default=4, help="rollouts that the frozen comparison averages over")
     parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="further settings of the training runs")

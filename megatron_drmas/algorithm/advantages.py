@@ -1,6 +1,5 @@
 """From a batch of turns to token-level advantages: `compute_advantages`."""
 
-import torch
 from torch import Tensor
 
 from megatron_drmas.algorithm.estimators import ESTIMATORS, group_columns
@@ -26,10 +25,14 @@ def check_advantage_config(config: AdvantageConfig) -> None:
         ConfigError: names the key, the value and the choices.
     """
     if config.estimator not in ESTIMATORS:
-        raise ConfigError("algorithm.advantage.estimator", config.estimator, "unknown", f"choose one of {', '.join(sorted(ESTIMATORS))}")
+        raise ConfigError(
+            "algorithm.advantage.estimator", config.estimator, "unknown", f"choose one of {', '.join(sorted(ESTIMATORS))}"
+        )
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
-            raise ConfigError(f"algorithm.advantage.{name}", getattr(config, name), "unknown", f"choose one of {', '.join(choices)}")
+            raise ConfigError(
+                f"algorithm.advantage.{name}", getattr(config, name), "unknown", f"choose one of {', '.join(choices)}"
+            )
     if config.estimator == "rloo" and config.std != "none":
         raise ConfigError("algorithm.advantage.std", config.std, "rloo has no scale", "set algorithm.advantage.std=none")
     if config.clip < 0:
@@ -60,14 +63,3 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     if advantage.clip:
         rows = rows.clamp(-advantage.clip, advantage.clip)
     return expand_rows(rows, batch.response_lengths)
-
-
-def groups_with_signal(batch: TurnBatch) -> Tensor:
-    """The groups whose trajectories do not all return the same, int64, ascending (DAPO's dynamic sampling, arXiv 2503.14476).
-
-    A group whose returns are all equal teaches nothing about the task; the training loop draws *new* questions for it.
-    """
-    group, groups = torch.unique(batch.group, return_inverse=True)[::-1]
-    low = batch.reward.new_zeros(len(groups)).scatter_reduce_(0, group, batch.reward, "amin", include_self=False)
-    high = batch.reward.new_zeros(len(groups)).scatter_reduce_(0, group, batch.reward, "amax", include_self=False)
-    return groups[high > low]

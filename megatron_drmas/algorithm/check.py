@@ -18,11 +18,17 @@ def check_algorithm_config(config: AlgorithmConfig) -> None:
     check_mismatch_config(config.loss.mismatch)
     overlong = config.reward.overlong
     if overlong.max_tokens < 0 or not 0 <= overlong.cache < 1:
-        raise ConfigError("algorithm.reward.overlong.cache", overlong.cache, "is a share of max_tokens", "choose a value in [0, 1)")
+        raise ConfigError(
+            "algorithm.reward.overlong.cache", overlong.cache, "is a share of max_tokens", "choose a value in [0, 1)"
+        )
     trust = config.loss.trust_region
     if trust.delta <= 0 or trust.beta <= 0:
-        raise ConfigError("algorithm.loss.trust_region.delta", trust.delta, "delta and beta must be positive", "the paper uses delta 0.01")
+        raise ConfigError(
+            "algorithm.loss.trust_region.delta", trust.delta, "delta and beta must be positive", "the paper uses delta 0.01"
+        )
     if config.sequential and config.loss.name != "teamtr":
         raise ConfigError("algorithm.sequential", True, "agents in turn need a trust region", "set algorithm.loss.name=teamtr")
     if config.dynamic_sampling_draws < 1:
-        raise ConfigError("algorithm.dynamic_sampling_draws", config.dynamic_sampling_draws, "must be at least 1", "1 draws once: off")
+        raise ConfigError(
+            "algorithm.dynamic_sampling_draws", config.dynamic_sampling_draws, "must be at least 1", "1 draws once: off"
+        )

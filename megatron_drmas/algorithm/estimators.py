@@ -173,4 +173,3 @@ def discounted_returns(call_rewards: Tensor, team_rewards: Tensor, batch: TurnBa
         returns[rows] += discount * carried[trajectory[rows]]
         carried[trajectory[rows]] = returns[rows]
     return returns
-

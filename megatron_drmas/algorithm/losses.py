@@ -137,9 +137,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         ConfigError: entropy_coef or kl_coef without the column it needs.
     """
     if config.entropy_coef and inputs.entropy is None:
-        raise ConfigError("algorithm.loss.entropy_coef", config.entropy_coef, "needs the tokens' entropy", "pass LossInputs.entropy")
+        raise ConfigError(
+            "algorithm.loss.entropy_coef", config.entropy_coef, "needs the tokens' entropy", "pass LossInputs.entropy"
+        )
     if config.kl_coef and inputs.reference_logprobs is None:
-        raise ConfigError("algorithm.loss.kl_coef", config.kl_coef, "needs the reference's log-probs", "pass LossInputs.reference_logprobs")
+        raise ConfigError(
+            "algorithm.loss.kl_coef", config.kl_coef, "needs the reference's log-probs", "pass LossInputs.reference_logprobs"
+        )
     logprobs = inputs.logprobs
     old = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -213,10 +217,16 @@ def check_loss_config(config: LossConfig) -> None:
         if value not in choices:
             raise ConfigError(f"algorithm.loss.{key}", value, "unknown", f"choose one of {', '.join(choices)}")
     if config.aggregation == "fixed_length" and config.fixed_length < 1:
-        raise ConfigError("algorithm.loss.fixed_length", config.fixed_length, "must be positive", "set it to the longest response")
+        raise ConfigError(
+            "algorithm.loss.fixed_length", config.fixed_length, "must be positive", "set it to the longest response"
+        )
     if config.dual_clip and config.dual_clip <= 1:
         raise ConfigError("algorithm.loss.dual_clip", config.dual_clip, "must exceed 1", "use 3, or 0 to switch it off")
     if not 0 <= config.clip_low < 1 or config.clip_high < 0:
-        raise ConfigError("algorithm.loss.clip_low", config.clip_low, "bounds need 0 <= clip_low < 1 and clip_high >= 0", "the paper uses 0.2")
+        raise ConfigError(
+            "algorithm.loss.clip_low", config.clip_low, "bounds need 0 <= clip_low < 1 and clip_high >= 0", "the paper uses 0.2"
+        )
     if config.name == "teamtr" and config.aggregation != "sequence_mean":
-        raise ConfigError("algorithm.loss.aggregation", config.aggregation, "teamtr averages over messages", "set it to sequence_mean")
+        raise ConfigError(
+            "algorithm.loss.aggregation", config.aggregation, "teamtr averages over messages", "set it to sequence_mean"
+        )

@@ -49,6 +49,10 @@ def check_mismatch_config(config: MismatchConfig) -> None:
         ConfigError: names the key, the value and the remedy.
     """
     if config.correction not in CORRECTIONS:
-        raise ConfigError("algorithm.loss.mismatch.correction", config.correction, "unknown", f"choose one of {', '.join(CORRECTIONS)}")
+        raise ConfigError(
+            "algorithm.loss.mismatch.correction", config.correction, "unknown", f"choose one of {', '.join(CORRECTIONS)}"
+        )
     if not 0 <= config.low < 1 < config.high:
-        raise ConfigError("algorithm.loss.mismatch.low", config.low, f"needs 0 <= low < 1 < high (high = {config.high})", "use 0.5 and 2")
+        raise ConfigError(
+            "algorithm.loss.mismatch.low", config.low, f"needs 0 <= low < 1 < high (high = {config.high})", "use 0.5 and 2"
+        )

@@ -48,7 +48,9 @@ def required_column(batch: TurnBatch, column: str, wanted_by: str) -> Tensor:
     """
     values = getattr(batch, column)
     if values is None:
-        raise ValueError(f"{wanted_by} needs the column {column}, which this batch lacks; let the environment or workflow fill it")
+        raise ValueError(
+            f"{wanted_by} needs the column {column}, which this batch lacks; let the environment or workflow fill it"
+        )
     return values
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
 
-
 ROUNDING = 1e-8  # a spread below this share of the mean is what summation order leaves of equal samples
 
 

@@ -54,8 +54,8 @@ def test_an_outlier_costs_the_whole_tensor_or_its_block_only():
     values = normal(4, 256) * 1e-3
     values[0, 0] = 1e4
     error = {
-        name: (scaling.quantise(values, INPUT, True) - values)[1:].abs().max() for name, scaling in
-        {"tensor": TensorwiseScaling(), "block": BlockwiseScaling()}.items()
+        name: (scaling.quantise(values, INPUT, True) - values)[1:].abs().max()
+        for name, scaling in {"tensor": TensorwiseScaling(), "block": BlockwiseScaling()}.items()
     }
     assert error["block"] < 2e-4 < error["tensor"]
     assert (BlockwiseScaling().quantise(values, INPUT, True) - values)[0, 128:].abs().max() < 2e-4
@@ -71,7 +71,9 @@ def test_blocks_follow_the_summed_dimension():
     assert torch.equal(blockwise.quantise(by_row, GRADIENT, True)[8:], plain[8:])
     transposed = blockwise.for_weight_gradient(values, plain, GRADIENT)
     assert torch.equal(blockwise.for_weight_gradient(by_column, plain, GRADIENT)[:, 8:], transposed[:, 8:])
-    assert not torch.equal(blockwise.quantise(by_row.t().contiguous(), WEIGHT, True), blockwise.quantise(values.t().contiguous(), WEIGHT, True))
+    assert not torch.equal(
+        blockwise.quantise(by_row.t().contiguous(), WEIGHT, True), blockwise.quantise(values.t().contiguous(), WEIGHT, True)
+    )
 
 
 def test_delayed_scale_comes_from_the_window_of_earlier_uses():
@@ -143,7 +145,11 @@ def test_token_multiples_and_environment():
         (PrecisionConfig("fp8"), "cpu", "precision.mode"),
         (PrecisionConfig("fp8_emulated", fp8=Fp8Config("mxfp8")), "cpu", "precision.fp8.recipe"),
         (PrecisionConfig("fp8_emulated", fp8=Fp8Config(amax_history_len=0)), "cpu", "precision.fp8.amax_history_len"),
-        (PrecisionConfig("fp8_emulated", fp8=Fp8Config(bf16_first_layers=2, bf16_last_layers=1)), "cpu", "precision.fp8.bf16_first_layers"),
+        (
+            PrecisionConfig("fp8_emulated", fp8=Fp8Config(bf16_first_layers=2, bf16_last_layers=1)),
+            "cpu",
+            "precision.fp8.bf16_first_layers",
+        ),
         (PrecisionConfig("fp8_emulated", fp8=Fp8Config("delayed", bf16_first_layers=1)), "cpu", "precision.fp8.recipe"),
     ],
 )

@@ -62,11 +62,22 @@ def random_batch(make_batch):
                 for turn in range(calls):
                     agent = int(torch.randint(0, agents, (), generator=generator))
                     valid = bool(torch.rand((), generator=generator) > 0.2)
-                    rows.append((agent, group, trajectory, reward, turn, valid, int(torch.randint(0, 3, (), generator=generator))))
+                    rows.append(
+                        (agent, group, trajectory, reward, turn, valid, int(torch.randint(0, 3, (), generator=generator)))
+                    )
         rows = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
         agent, group, trajectory, reward, turn, valid, state = zip(*rows)
         return make_batch(
-            agent, group, trajectory, reward, turn=turn, valid=valid, agents=agents, seed=seed, state=torch.tensor(state), **columns
+            agent,
+            group,
+            trajectory,
+            reward,
+            turn=turn,
+            valid=valid,
+            agents=agents,
+            seed=seed,
+            state=torch.tensor(state),
+            **columns,
         )
 
     return make

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_drmas.algorithm.advantages import compute_advantages, groups_with_signal
+from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.estimators import ESTIMATORS, register_estimator
 from megatron_drmas.algorithm.scores import row_scores
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
@@ -42,9 +42,11 @@ class Oracle:
         self.state = batch.state.tolist() if batch.state is not None else None
         group = batch.group.tolist()
         self.group = [
-            {"question": (group[i],), "question_agent": (group[i], self.agent[i]), "question_agent_turn": (group[i], self.agent[i], self.turn[i])}[
-                config.group_key
-            ]
+            {
+                "question": (group[i],),
+                "question_agent": (group[i], self.agent[i]),
+                "question_agent_turn": (group[i], self.agent[i], self.turn[i]),
+            }[config.group_key]
             for i in self.rows
         ]
 
@@ -100,7 +102,9 @@ class Oracle:
         config = self.config
         returns = []
         for i in self.rows:
-            later = sorted((self.turn[j], j) for j in self.rows if self.trajectory[j] == self.trajectory[i] and self.turn[j] >= self.turn[i])
+            later = sorted(
+                (self.turn[j], j) for j in self.rows if self.trajectory[j] == self.trajectory[i] and self.turn[j] >= self.turn[i]
+            )
             rewards = [self.scores[j] - self.reward[j] for _, j in later]
             rewards[-1] += self.reward[i]
             returns.append(sum(config.gigpo_discount**k * reward for k, reward in enumerate(rewards)))
@@ -122,11 +126,15 @@ def row_advantages(batch, config: AdvantageConfig):
 def test_equals_the_oracle(config, random_batch):
     for seed in range(2):
         batch = random_batch(seed)
-        torch.testing.assert_close(row_advantages(batch, config), torch.tensor(Oracle(batch, config).advantages()), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            row_advantages(batch, config), torch.tensor(Oracle(batch, config).advantages()), rtol=2e-5, atol=2e-5
+        )
 
 
 rows_strategy = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0.0, 0.3, 1.0, -1e6, 1e6])), min_size=1, max_size=12
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0.0, 0.3, 1.0, -1e6, 1e6])),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -147,7 +155,9 @@ def test_any_structure_equals_the_oracle(make_batch, rows, config):
 def test_order_of_rows_is_irrelevant(config, random_batch):
     batch = random_batch(3)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(row_advantages(batch.select(order), config), row_advantages(batch, config)[order], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        row_advantages(batch.select(order), config), row_advantages(batch, config)[order], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
@@ -160,7 +170,9 @@ def test_shared_policies_change_no_statistic(estimator, random_batch):
 
 @pytest.mark.parametrize("config", VARIANTS[::3], ids=str)
 def test_equal_scores_teach_nothing(config, make_batch):
-    batch = make_batch([0, 1, 2, 0, 1, 0], [0] * 6, [0, 0, 0, 1, 1, 2], [0.1] * 6, state=torch.zeros(6, dtype=torch.int64), turn=[0] * 6)
+    batch = make_batch(
+        [0, 1, 2, 0, 1, 0], [0] * 6, [0, 0, 0, 1, 1, 2], [0.1] * 6, state=torch.zeros(6, dtype=torch.int64), turn=[0] * 6
+    )
     if config.estimator != "gigpo":  # discounting makes returns differ along a trajectory
         assert row_advantages(batch, config).abs().max() < 1e-9
 
@@ -224,7 +236,9 @@ def test_million_rows_and_huge_scores(make_batch):
     group = torch.randint(0, 50_000, (rows,), generator=generator)
     agent = torch.randint(0, 3, (rows,), generator=generator)
     reward = torch.where(torch.rand(rows, generator=generator) < 0.5, 1e6, -1e6)
-    batch = make_batch(agent, group, torch.arange(rows), reward, lengths=torch.ones(rows, dtype=torch.int64), turn=torch.zeros(rows))
+    batch = make_batch(
+        agent, group, torch.arange(rows), reward, lengths=torch.ones(rows, dtype=torch.int64), turn=torch.zeros(rows)
+    )
     advantages = compute_advantages(batch, AlgorithmConfig())
     assert advantages.isfinite().all() and advantages.abs().max() < 10
     cell = group * 3 + agent
@@ -239,11 +253,6 @@ def test_group_ids_may_be_anything(random_batch):
     batch = random_batch(5)
     strange = replace(batch, group=batch.group * 10**12 - 7, trajectory=batch.trajectory * 10**9)
     assert torch.equal(row_advantages(batch, AdvantageConfig()), row_advantages(strange, AdvantageConfig()))
-
-
-def test_groups_with_signal(make_batch):
-    batch = make_batch([0] * 6, [3, 3, 1, 1, 9, 9], [0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 0, 0.5])
-    assert groups_with_signal(batch).tolist() == [3, 9]
 
 
 def test_errors_name_the_key(random_batch):

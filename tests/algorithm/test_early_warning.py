@@ -32,7 +32,9 @@ def test_factor_is_the_lemmas(seed, random_batch):
         factors, weights = [], []
         for group in batch.group.unique():
             of_group = batch.group == group
-            returns = torch.stack([batch.reward[of_group & (batch.trajectory == t)][0] for t in batch.trajectory[of_group].unique()]).double()
+            returns = torch.stack(
+                [batch.reward[of_group & (batch.trajectory == t)][0] for t in batch.trajectory[of_group].unique()]
+            ).double()
             own = batch.reward[of_group & (batch.agent == index)].double()
             if len(own) and returns.max() > returns.min():
                 sigma2 = returns.var(correction=0)

@@ -26,13 +26,20 @@ def one_sequence(ratios, advantages, weights=None, **columns) -> LossInputs:
     n = len(ratios)
     logprobs = torch.tensor([math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(n, dtype=torch.float64)
-    columns = {"old_logprobs": zeros, "engine_logprobs": zeros, "sequence": torch.zeros(n, dtype=torch.int64), "sequences": 1} | columns
+    columns = {
+        "old_logprobs": zeros,
+        "engine_logprobs": zeros,
+        "sequence": torch.zeros(n, dtype=torch.int64),
+        "sequences": 1,
+    } | columns
     weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
-    return LossInputs(logprobs=logprobs, advantages=torch.tensor(advantages, dtype=torch.float64), token_weights=weights, **columns)
+    return LossInputs(
+        logprobs=logprobs, advantages=torch.tensor(advantages, dtype=torch.float64), token_weights=weights, **columns
+    )
 
 
 def test_ppo_by_hand():
-    """Inside the bounds, above with A > 0 (clipped), below with A < 0 (clipped), above with A < 0 (not), far above (dual clip)."""
+    """Inside the bounds; above with A > 0 and below with A < 0: clipped; above with A < 0: not; far above: the dual clip."""
     inputs = one_sequence([1.1, 1.5, 0.5, 2.0, 9.0], [2.0, 2.0, -1.0, -1.0, -1.0])
     out = policy_loss(inputs, LossConfig(clip_low=0.2, clip_high=0.25))
     expected = torch.tensor([-2.2, -2.5, 0.8, 2.0, 3.0], dtype=torch.float64)
@@ -85,12 +92,16 @@ def test_kl_gradients_are_those_the_docstring_names():
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     torch.testing.assert_close(gradient((p * kl_penalty(logp, q.log(), "k1")).sum()), torch.zeros(3, dtype=torch.float64))
-    torch.testing.assert_close(gradient((p * kl_penalty(logp, q.log(), "k2")).sum()), gradient((logp.exp() * (logp - q.log())).sum()))
+    torch.testing.assert_close(
+        gradient((p * kl_penalty(logp, q.log(), "k2")).sum()), gradient((logp.exp() * (logp - q.log())).sum())
+    )
     torch.testing.assert_close(gradient((p * kl_penalty(logp, q.log(), "k3")).sum()), gradient((q * (q.log() - logp)).sum()))
 
 
 def test_entropy_and_reference_terms():
-    inputs = one_sequence([1.0, 1.0], [0.0, 0.0], entropy=torch.tensor([1.0, 3.0]), reference_logprobs=torch.full((2,), math.log(2)))
+    inputs = one_sequence(
+        [1.0, 1.0], [0.0, 0.0], entropy=torch.tensor([1.0, 3.0]), reference_logprobs=torch.full((2,), math.log(2))
+    )
     out = policy_loss(inputs, LossConfig(entropy_coef=0.1, kl_coef=0.5, kl_estimator="k2"))
     assert out.loss.item() == pytest.approx(-0.1 * 2 + 0.5 * math.log(2) ** 2 / 2)
     assert out.sums["entropy"].item() == 4
@@ -174,12 +185,19 @@ def test_gradient_is_the_sum_over_any_split(name, aggregation, correction, rando
     """Micro-batches x data-parallel ranks give the loss, gradient and metrics of one pass."""
     batch = random_batch(6)
     config = LossConfig(
-        name, aggregation=aggregation, fixed_length=9, kl_coef=0.1, entropy_coef=0.1, mismatch=MismatchConfig(correction, 0.8, 1.25)
+        name,
+        aggregation=aggregation,
+        fixed_length=9,
+        kl_coef=0.1,
+        entropy_coef=0.1,
+        mismatch=MismatchConfig(correction, 0.8, 1.25),
     )
     columns = batch_inputs(batch, token_weights(batch, config))
     whole, gradient = gradient_of(columns, batch, torch.arange(len(batch)), config)
     for budget, ranks in ((1000, 1), (30, 1), (30, 2), (12, 3)):
-        parts = [gradient_of(columns, batch, rows, config) for rank in plan_microbatches(batch.lengths, budget, ranks) for rows in rank]
+        parts = [
+            gradient_of(columns, batch, rows, config) for rank in plan_microbatches(batch.lengths, budget, ranks) for rows in rank
+        ]
         torch.testing.assert_close(sum(out.loss for out, _ in parts), whole.loss, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(sum(part for _, part in parts), gradient, rtol=1e-10, atol=1e-12)
         for key, total in whole.sums.items():

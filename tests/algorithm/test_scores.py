@@ -21,16 +21,22 @@ RECIPES = sorted(path.stem for path in (CONFIG_DIR / "algorithm").glob("*.yaml")
 
 
 def test_declared_weights(make_batch):
-    batch = make_batch([0, 1], [0, 0], [0, 0], [1, 1], role_reward=torch.tensor([0.5, -1.0]), turn_reward=torch.tensor([0.0, 2.0]))
+    batch = make_batch(
+        [0, 1], [0, 0], [0, 0], [1, 1], role_reward=torch.tensor([0.5, -1.0]), turn_reward=torch.tensor([0.0, 2.0])
+    )
     config = AlgorithmConfig(reward=RewardConfig(trajectory=2.0, role=10.0, turn=100.0))
     assert row_scores(batch, config).tolist() == [7.0, 192.0]
 
 
 def test_pass_rates_by_turn(make_batch):
-    """UnityMAS-O: pass rates 0.25 then 0.75 with a format error of the first coder: planner 0.25, coder -0.75, reflection 0.5, then 0.5 each."""
+    """UnityMAS-O: pass rates 0.25, then 0.75, and the first coder's format error."""
     planner, coder, reflection = 0, 1, 2
     batch = make_batch(
-        [planner, coder, reflection, planner, coder], [0] * 5, [0] * 5, [0] * 5, valid=[True, False, True, True, True],
+        [planner, coder, reflection, planner, coder],
+        [0] * 5,
+        [0] * 5,
+        [0] * 5,
+        valid=[True, False, True, True, True],
         turn_reward=torch.tensor([0.25, 0.25, 0.5, 0.5, 0.5]),
     )
     config = AlgorithmConfig(reward=RewardConfig(trajectory=0.0, turn=1.0), invalid_penalty=1.0)

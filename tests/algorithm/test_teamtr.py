@@ -27,7 +27,9 @@ def random_team(seed):
 
 def perturbed(policies, agent, size, generator):
     new = policies.clone()
-    new[agent] = (policies[agent].log() + size * torch.randn(STATES, ACTIONS, generator=generator, dtype=torch.float64)).softmax(-1)
+    new[agent] = (policies[agent].log() + size * torch.randn(STATES, ACTIONS, generator=generator, dtype=torch.float64)).softmax(
+        -1
+    )
     return new
 
 
@@ -85,9 +87,7 @@ def test_certificate_is_a_lower_bound(seed, discount, horizon):
         kls.append(max_kl(new, updated, agent))
         a_max = max(a_max, float(advantage.abs().max()))
         new = updated
-    start_value, end_value = (
-        float(start @ advantages(p, transitions, rewards, horizon, discount)[1]) for p in (policies, new)
-    )
+    start_value, end_value = (float(start @ advantages(p, transitions, rewards, horizon, discount)[1]) for p in (policies, new))
     bound = certificate(surrogates, kls, a_max, horizon, discount)
     assert end_value - start_value >= bound
     assert certificate(surrogates, kls, a_max, horizon, discount, fresh=False) < bound

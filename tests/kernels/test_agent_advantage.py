@@ -9,7 +9,13 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_drmas.kernels.agent_advantage import agent_advantages, cell_statistics, merge_over_ranks, merge_statistics, normalise
+from megatron_drmas.kernels.agent_advantage import (
+    agent_advantages,
+    cell_statistics,
+    merge_over_ranks,
+    merge_statistics,
+    normalise,
+)
 from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_mean
 
 samples = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0, -1e6, 1e6]), st.integers(0, 3)), min_size=1, max_size=30)

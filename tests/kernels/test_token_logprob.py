@@ -62,7 +62,9 @@ def test_bfloat16_inputs_keep_float32_statistics(function):
 def test_gradient_by_finite_differences():
     hidden, weight = torch.randn(3, 2, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    assert torch.autograd.gradcheck(lambda h, w: linear_token_logprobs(h, w, torch.tensor([0, 4, 2]), None, 0.7, 5, chunk=2), inputs)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_token_logprobs(h, w, torch.tensor([0, 4, 2]), None, 0.7, 5, chunk=2), inputs
+    )
 
 
 def test_huge_logits_do_not_overflow():
@@ -92,7 +94,9 @@ def test_greedy_temperature_is_refused():
         token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), temperature=0)
 
 
-CASES = [(function, temperature, vocab) for function in (from_logits, fused) for temperature in TEMPERATURES for vocab in (VOCAB, 60)]
+CASES = [
+    (function, temperature, vocab) for function in (from_logits, fused) for temperature in TEMPERATURES for vocab in (VOCAB, 60)
+]
 
 
 def case_problem(vocab):

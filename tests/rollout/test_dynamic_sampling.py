@@ -23,7 +23,9 @@ def run(returns, questions, draws):
         for group, question in enumerate(drawn):
             for sample, reward in enumerate(returns[int(question.id)]):
                 failed = reward is None
-                trajectories.append(Trajectory(question, group, sample, reward=reward or 0.0, failure="engine" if failed else None))
+                trajectories.append(
+                    Trajectory(question, group, sample, reward=reward or 0.0, failure="engine" if failed else None)
+                )
         return trajectories
 
     def draw(count):

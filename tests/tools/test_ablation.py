@@ -17,8 +17,12 @@ from tools.ablation.variants import VARIANTS
 def write_metrics(path, norms, skipped=0):
     lines = [
         {
-            "kind": "step", "step": step + 1, "reward": 0.5, "skipped": {"p": skipped} if step == 0 and skipped else {},
-            "policies": {"p": {"grad_norm": norm}}, "agents": {"a": {"baseline_inflation": 2.0}, "b": {}},
+            "kind": "step",
+            "step": step + 1,
+            "reward": 0.5,
+            "skipped": {"p": skipped} if step == 0 and skipped else {},
+            "policies": {"p": {"grad_norm": norm}},
+            "agents": {"a": {"baseline_inflation": 2.0}, "b": {}},
         }
         for step, norm in enumerate(norms)
     ]
@@ -72,11 +76,21 @@ def test_variants_are_valid_and_different():
     rows = 60
     trajectory = torch.arange(rows) // 3
     batch = TurnBatch(
-        tokens=torch.zeros(2 * rows, dtype=torch.int64), offsets=torch.arange(rows + 1) * 2, prompt_lengths=torch.ones(rows, dtype=torch.int64),
-        engine_logprobs=torch.zeros(rows), agent=torch.randint(0, 3, (rows,), generator=generator), policy=torch.zeros(rows, dtype=torch.int64),
-        group=trajectory // 5, trajectory=trajectory, turn=torch.arange(rows) % 3,
-        reward=torch.randint(0, 2, (20,), generator=generator).float()[trajectory], valid=torch.rand(rows, generator=generator) > 0.1,
-        trainable=torch.ones(rows, dtype=torch.bool), weight_version=torch.zeros(rows, dtype=torch.int64), agents=("a", "b", "c"), policies=("p",),
+        tokens=torch.zeros(2 * rows, dtype=torch.int64),
+        offsets=torch.arange(rows + 1) * 2,
+        prompt_lengths=torch.ones(rows, dtype=torch.int64),
+        engine_logprobs=torch.zeros(rows),
+        agent=torch.randint(0, 3, (rows,), generator=generator),
+        policy=torch.zeros(rows, dtype=torch.int64),
+        group=trajectory // 5,
+        trajectory=trajectory,
+        turn=torch.arange(rows) % 3,
+        reward=torch.randint(0, 2, (20,), generator=generator).float()[trajectory],
+        valid=torch.rand(rows, generator=generator) > 0.1,
+        trainable=torch.ones(rows, dtype=torch.bool),
+        weight_version=torch.zeros(rows, dtype=torch.int64),
+        agents=("a", "b", "c"),
+        policies=("p",),
     )
     results = []
     for variant in VARIANTS.values():

@@ -20,7 +20,11 @@ from tools.ablation.variants import VARIANTS, Variant
 def mean_squared_advantages(batch: TurnBatch) -> dict[str, float]:
     """E[A^2] over each agent's calls, by agent; only of agents that were called."""
     rows = batch.advantages[batch.response_offsets[:-1]]
-    return {name: rows[batch.agent == index].square().mean().item() for index, name in enumerate(batch.agents) if (batch.agent == index).any()}
+    return {
+        name: rows[batch.agent == index].square().mean().item()
+        for index, name in enumerate(batch.agents)
+        if (batch.agent == index).any()
+    }
 
 
 def lemma_factors(batch: TurnBatch) -> dict[str, dict[str, float]]:
@@ -55,7 +59,9 @@ class FrozenStudy:
         for turns in candidates:
             of_batches = [lemma_factors(await self.batch(number, turns)) for number in range(batches)]
             factors[turns] = _mean_by_agent(of_batches)
-        largest = {turns: max(values.get("baseline_inflation", 0.0) for values in agents.values()) for turns, agents in factors.items()}
+        largest = {
+            turns: max(values.get("baseline_inflation", 0.0) for values in agents.values()) for turns, agents in factors.items()
+        }
         return max(largest, key=largest.__getitem__), factors
 
     async def compare(self, max_turns: int, batches: int, advance: Callable[[], None]) -> dict[str, dict]:

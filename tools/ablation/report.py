@@ -23,38 +23,66 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
         trained: precision -> variant -> `results.summarise`'s; may be empty.
     """
     lines = ["# Normalisation of advantages: the paper's variants on the tiny search team", ""]
-    lines += [f"At most {task['max_turns']} turns. Frozen policies, factor by which a group baseline multiplies the second moment:", ""]
+    lines += [
+        f"At most {task['max_turns']} turns. Frozen policies, factor by which a group baseline multiplies the second moment:",
+        "",
+    ]
     lines += ["| agent | factor | calls a batch | alone on their question |", "|---|---|---|---|"]
     for agent, values in task["factors"].items():
-        lines.append(f"| {agent} | {_number(values.get('baseline_inflation'))} | {values['calls']:.1f} | {values['single_calls']:.1f} |")
+        lines.append(
+            f"| {agent} | {_number(values.get('baseline_inflation'))} | {values['calls']:.1f} | {values['single_calls']:.1f} |"
+        )
     lines += ["", "## Identical rollouts of frozen policies", ""]
     policies = sorted({policy for values in frozen.values() for policy in values["grad_norm"]})
     agents = sorted({agent for values in frozen.values() for agent in values["squared_advantage"]})
     lines += _header(["variant", *(f"gradient norm {p}, mean (max)" for p in policies), *(f"E[A²] {a}" for a in agents)])
     for name, values in frozen.items():
         norms = (values["grad_norm"].get(policy, {"mean": None, "max": None}) for policy in policies)
-        lines.append(_row([
-            VARIANTS[name].label, *(f"{_number(norm['mean'])} ({_number(norm['max'])})" for norm in norms),
-            *(_number(values["squared_advantage"].get(agent)) for agent in agents),
-        ]))
+        lines.append(
+            _row(
+                [
+                    VARIANTS[name].label,
+                    *(f"{_number(norm['mean'])} ({_number(norm['max'])})" for norm in norms),
+                    *(_number(values["squared_advantage"].get(agent)) for agent in agents),
+                ]
+            )
+        )
     for precision, variants in trained.items():
         lines += ["", f"## Training, {precision}", ""]
         policies = sorted({policy for values in variants.values() for policy in values["spikes"]})
-        lines += _header([
-            "variant", "seeds", "exact match, sampled", "greedy", *(f"spikes {p}" for p in policies),
-            *(f"largest gradient norm {p}" for p in policies), "non-finite steps", "paper: avg@16 / pass@16",
-        ])
+        lines += _header(
+            [
+                "variant",
+                "seeds",
+                "exact match, sampled",
+                "greedy",
+                *(f"spikes {p}" for p in policies),
+                *(f"largest gradient norm {p}" for p in policies),
+                "non-finite steps",
+                "paper: avg@16 / pass@16",
+            ]
+        )
         for name, values in variants.items():
             paper = VARIANTS[name].paper
-            lines.append(_row([
-                VARIANTS[name].label, str(values["runs"]), _plus_minus(values["exact_match"]), _plus_minus(values["greedy"]),
-                *(_plus_minus(values["spikes"][policy]) for policy in policies),
-                *(_plus_minus(values["grad_norm_max"][policy]) for policy in policies), str(values["nonfinite_steps"]),
-                f"{paper[0]} / {paper[1]}" if paper else "–",
-            ]))
+            lines.append(
+                _row(
+                    [
+                        VARIANTS[name].label,
+                        str(values["runs"]),
+                        _plus_minus(values["exact_match"]),
+                        _plus_minus(values["greedy"]),
+                        *(_plus_minus(values["spikes"][policy]) for policy in policies),
+                        *(_plus_minus(values["grad_norm_max"][policy]) for policy in policies),
+                        str(values["nonfinite_steps"]),
+                        f"{paper[0]} / {paper[1]}" if paper else "–",
+                    ]
+                )
+            )
     lines += [
-        "", "Means over seeds ± standard error. A spike is a step whose gradient norm (before clipping) is over 5 × the running median.",
-        "The paper's column is Dr. MAS's Table 3, Qwen2.5-3B/7B on seven search sets: another task, to compare the order only.", "",
+        "",
+        "Means over seeds ± standard error. A spike is a step whose gradient norm, before clipping, is over 5 × its running median.",
+        "The paper's column is Dr. MAS's Table 3, Qwen2.5-3B/7B on seven search sets: another task, to compare the order only.",
+        "",
     ]
     write_atomically(path, "\n".join(lines))
 
@@ -65,7 +93,9 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
     Args:
         runs: precision -> variant -> runs over seeds.
     """
-    policies = sorted({policy for variants in runs.values() for of in variants.values() for run in of for policy in run.grad_norms})
+    policies = sorted(
+        {policy for variants in runs.values() for of in variants.values() for run in of for policy in run.grad_norms}
+    )
     columns = 1 + len(policies)
     figure, axes = plt.subplots(len(runs), columns, figsize=(5 * columns, 3.5 * len(runs)), squeeze=False, layout="constrained")
     for row, (precision, variants) in zip(axes, runs.items()):

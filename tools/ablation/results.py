@@ -91,7 +91,12 @@ def summarise(runs: list[Run]) -> dict:
         "pass_at_k": over(run.pass_at_k for run in runs),
         "greedy": over(run.greedy for run in runs),
         "spikes": {policy: over(run.spikes.get(policy) for run in runs) for policy in policies},
-        "grad_norm_median": {policy: over(median(finite(run.grad_norms[policy])) for run in runs if policy in run.grad_norms) for policy in policies},
-        "grad_norm_max": {policy: over(max(finite(run.grad_norms[policy])) for run in runs if policy in run.grad_norms) for policy in policies},
+        "grad_norm_median": {
+            policy: over(median(finite(run.grad_norms[policy])) for run in runs if policy in run.grad_norms)
+            for policy in policies
+        },
+        "grad_norm_max": {
+            policy: over(max(finite(run.grad_norms[policy])) for run in runs if policy in run.grad_norms) for policy in policies
+        },
         "nonfinite_steps": sum(run.nonfinite for run in runs),
     }

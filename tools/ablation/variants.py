@@ -22,7 +22,9 @@ class Variant:
 
 # The paper does not say how its group baseline weighs calls, so both ways stand in the first rows.
 VARIANTS = {
-    "group_trajectory": Variant("μ, σ (by trajectory)", AdvantageConfig(mean="group", std="group", weighting="trajectory"), (28.0, 40.5)),
+    "group_trajectory": Variant(
+        "μ, σ (by trajectory)", AdvantageConfig(mean="group", std="group", weighting="trajectory"), (28.0, 40.5)
+    ),
     "group_step": Variant("μ, σ (by call)", AdvantageConfig(mean="group", std="group", weighting="step"), None),
     "agent_mean": Variant("μ_k, σ", AdvantageConfig(mean="agent", std="group"), (39.1, 53.5)),
     "agent_std": Variant("μ, σ_k", AdvantageConfig(mean="group", std="agent"), (42.9, 57.6)),

@@ -101,7 +101,10 @@ def main() -> None:
     torch.testing.assert_close(compute_advantages(batch, config), expected, rtol=1e-4, atol=1e-4)
     ours, write = times["ours"], min(times["torch"], times["numpy"])
     print(f"rows {args.rows}  tokens {args.tokens}  threads {args.threads}")
-    print(f"row loop {loop:.2f} s   compute_advantages {ours:.3f} s   write once {times['torch']:.3f} s torch, {times['numpy']:.3f} s numpy")
+    print(
+        f"row loop {loop:.2f} s   compute_advantages {ours:.3f} s   "
+        f"write once {times['torch']:.3f} s torch, {times['numpy']:.3f} s numpy"
+    )
     for name, ratio, target, ok in (
         ("advantage_times_row_loop", loop / ours, 100.0, loop / ours >= 100),
         ("advantage_times_write_once", ours / write, 2.0, ours / write <= 2),

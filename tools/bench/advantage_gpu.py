@@ -63,7 +63,11 @@ def main() -> None:
         target = torch.empty_like(source)
         copy = moved / median_seconds(lambda: target.copy_(source))
         print(f"{name}: {ours / 1e9:.0f} GB/s; device copy {copy / 1e9:.0f} GB/s")
-        print(json.dumps({"name": f"advantage_gpu ({name})", "ratio": round(ours / copy, 3), "target": TARGET, "ok": ours / copy >= TARGET}))
+        print(
+            json.dumps(
+                {"name": f"advantage_gpu ({name})", "ratio": round(ours / copy, 3), "target": TARGET, "ok": ours / copy >= TARGET}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -57,8 +57,14 @@ def main() -> None:
     extra = memory("VmHWM") - before - gradients
     chunk = args.chunk * args.vocab * 4
     ratio = extra / chunk
-    print(f"tokens {args.tokens}  vocab {args.vocab}  chunk {args.chunk} ({chunk / 2**20:.0f} MiB of float32 logits)  {seconds:.1f} s")
-    print(f"peak beyond inputs and gradients {extra / 2**20:.0f} MiB; all logits would be {args.tokens * args.vocab * 4 / 2**20:.0f} MiB")
+    print(
+        f"tokens {args.tokens}  vocab {args.vocab}  chunk {args.chunk} "
+        f"({chunk / 2**20:.0f} MiB of float32 logits)  {seconds:.1f} s"
+    )
+    print(
+        f"peak beyond inputs and gradients {extra / 2**20:.0f} MiB; "
+        f"all logits would be {args.tokens * args.vocab * 4 / 2**20:.0f} MiB"
+    )
     print(json.dumps({"name": "token_logprob_peak_memory", "ratio": round(ratio, 3), "target": TARGET, "ok": ratio < TARGET}))
 
 
