@@ -55,7 +55,7 @@ def cell_statistics(scores: Tensor, cell: Tensor, cells: int) -> CellStatistics:
         total.index_add_(0, cell[rows], scores[rows].double())
     mean = total.div_(count.clamp(min=1))
     for rows in row_blocks(cell):
-        deviation = scores[rows].double().sub_(mean.index_select(0, cell[rows]))
+        deviation = scores[rows].double() - mean.index_select(0, cell[rows])
         m2.index_add_(0, cell[rows], deviation.square_())
     return CellStatistics(count, mean, m2)
 
@@ -103,7 +103,7 @@ def normalise(
         spread = std.std
         scale = (spread + epsilon).reciprocal_() * (spread > 0)
     for rows in row_blocks(scores):
-        centred = scores[rows].double().sub_(mean.mean.index_select(0, mean_cell[rows]))
+        centred = scores[rows].double() - mean.mean.index_select(0, mean_cell[rows])
         advantages[rows] = centred if std is None else centred.mul_(scale.index_select(0, std_cell[rows]))
     return advantages
 

@@ -76,6 +76,15 @@ def test_statistics_keep_small_differences_of_large_scores():
     assert statistics.std.item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_scores_are_left_as_they_are(dtype):
+    scores = torch.tensor([0.25, 1.0, 0.5], dtype=dtype)
+    kept, cell = scores.clone(), torch.zeros(3, dtype=torch.int64)
+    statistics = cell_statistics(scores, cell, 1)
+    normalise(scores, cell, statistics, cell, statistics, 1e-6)
+    assert torch.equal(scores, kept)
+
+
 def test_step_weighted_tokens_by_hand():
     advantages = agent_advantages(
         torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0]), torch.tensor([2, 2, 0]), torch.tensor([0, 2, 2, 3])
