@@ -13,6 +13,7 @@ from megatron_drmas.cluster.process import RemoteProcess, together
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
+from megatron_drmas.weight_sync.nccl_sender import engine_init_infos
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
 
 SUBMIT_TIMEOUT_S = 60.0
@@ -37,6 +38,9 @@ class PolicyRuntime:
         self._policy = config.policies[name]
         self._device = device
         self._step_timeout_s = config.cluster.step_timeout_s
+        self._transfer = transfer(config, name, device)
+        self._takes_turns = device == "cuda" and config.cluster.colocate and bool(actors)
+        self._asleep = False
 
         def process(kind: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
             return RemoteProcess(
@@ -54,12 +58,19 @@ class PolicyRuntime:
     async def start(self) -> None:
         """Bring up every process; the actor with the model folder's weights."""
         await together([*(self._start_engine(engine) for engine in self._engines), self._start_actor()])
+        if self._transfer == "nccl" and self._actors:
+            timeout_s = self._config.cluster.start_timeout_s
+            infos = engine_init_infos(*await self._actors[0].address(timeout_s), len(self._engines), self._policy.engine.tensor)
+            await together([
+                self._actors[0].call("join_engines", infos[0], timeout_s=timeout_s),
+                *(engine.call("init_transfer", info, timeout_s=timeout_s) for engine, info in zip(self._engines, infos)),
+            ])
 
     async def _start_engine(self, engine: RemoteProcess) -> None:
         settings = EngineSettings(
             name=self.name, model=self._policy.model, engine=self._policy.engine, dtype=self._config.precision.rollout,
             seed=self._config.seed, deterministic=self._config.deterministic, device=self._device,
-            threads=self._config.cluster.engine_threads,
+            threads=self._config.cluster.engine_threads, transfer=self._transfer, sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s
         await engine.build("megatron_drmas.rollout.engine:Engine", settings, timeout_s=timeout_s)
@@ -84,7 +95,13 @@ class PolicyRuntime:
         await self._on_all_ranks("initialize", self._policy.model, timeout_s=timeout_s)
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
-        """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`."""
+        """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`.
+
+        Engines on the actor's GPUs sleep from here until the next `sync_weights`.
+        """
+        if self._takes_turns and not self._asleep:
+            await self._on_all_engines("sleep")
+            self._asleep = True
         return (await self._on_all_ranks("update", ray.put(batch), step, timeout_s=self._step_timeout_s))[0]
 
     async def sync_weights(self, version: int, verify: bool) -> SyncStats:
@@ -100,7 +117,8 @@ class PolicyRuntime:
 
         senders = [
             SenderCalls(
-                actor.name, partial(remote(actor, "begin_send"), self._config.precision.rollout), remote(actor, "next_bucket"), remote(actor, "end_send"),
+                actor.name, partial(remote(actor, "begin_send"), self._transfer, self._config.precision.rollout),
+                remote(actor, "next_bucket"), remote(actor, "end_send"),
             )
             for actor in self._actors
         ]
@@ -108,7 +126,13 @@ class PolicyRuntime:
             EngineCalls(engine.name, *(remote(engine, method) for method in ("begin_update", "load_bucket", "finish_update", "weight_digests")))
             for engine in self._engines
         ]
-        return await synchronise(senders, engines, version, timeout_s, verify)
+        if self._asleep:
+            await self._on_all_engines("wake_up", "weights")
+        stats = await synchronise(senders, engines, version, timeout_s, verify)
+        if self._asleep:
+            await self._on_all_engines("wake_up", "kv_cache")
+            self._asleep = False
+        return stats
 
     async def save(self, folder: Path) -> None:
         """Write the actor's checkpoint."""
@@ -131,6 +155,9 @@ class PolicyRuntime:
         for process in self._actors + self._engines:
             process.kill()
 
+    async def _on_all_engines(self, method: str, *args: Any) -> None:
+        await together(engine.call(method, *args, timeout_s=self._config.cluster.sync_timeout_s) for engine in self._engines)
+
     async def _on_all_ranks(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         return await together((actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors))
 
@@ -146,6 +173,14 @@ class EngineProxy:
 
     def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
         return self._process.call("poll", timeout_s, timeout_s=timeout_s + SUBMIT_TIMEOUT_S)
+
+
+def transfer(config: RunConfig, policy: str, device: str) -> str:
+    """The back end of vLLM's weight-transfer API for a policy: shm on CPUs, and for an actor that is cut into pipeline
+    stages, which the GPU back ends cannot serve; on GPUs ipc where engines share the actor's, nccl otherwise."""
+    if device == "cpu" or config.policies[policy].parallel.pipeline > 1:
+        return "shm"
+    return "ipc" if config.cluster.colocate else "nccl"
 
 
 def _environment(kind: str, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
