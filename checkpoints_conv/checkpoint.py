@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Optional
+from typing import Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Checkpoint:
         self.shapes = self.mapping.hf_shapes()
         if self.megatron:
             reader = DistReader(folder, self.mapping)
-            self._read = lambda name: self.mapping.to_hf(name, [reader.read(name)])
+            self._read = reader.read
             self.dtypes = {
                 hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
             }
@@ -59,7 +59,7 @@ class Checkpoint:
     def bytes(self) -> int:
         return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
 
-    def tensors(self, name: str) -> "list[tuple[str, Tensor]]":
+    def tensors(self, name: str) -> Iterable[tuple[str, Tensor]]:
         """The HF tensors of one Megatron parameter, by its global name."""
         return self._read(name)
 

@@ -2,14 +2,17 @@
 
 import pickle
 import re
+import zipfile
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata, ReadItem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from checkpoints_conv.dist_chunks import ChunkFiles
 from checkpoints_conv.dist_keys import LOCAL_MOE_NORM, STACKED_MOE_NORM, Place, place_of
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.hf_folder import read_json
@@ -64,8 +67,7 @@ class DistReader:
         if backend != "torch_dist":
             raise ConversionError(f"{self.folder} is of the format {backend!r}; only 'torch_dist' is read")
         self._metadata = _read_metadata(self.folder / ".metadata")
-        self._reader = FileSystemReader(self.folder)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._files = ChunkFiles(self.folder)
         keys = self._metadata.state_dict_metadata
         self._per_layer = any(re.match(r"^decoder\.layers\.\d+\.", key) for key in keys)
         self.places = {name: self._place(name) for name in mapping.megatron_names()}
@@ -75,28 +77,51 @@ class DistReader:
         """Dtype of a parameter by its global Megatron name."""
         return self._stored(name).properties.dtype
 
-    def read(self, name: str) -> Tensor:
-        """A whole parameter (TP 1, without vocabulary padding) by its global Megatron name.
+    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The HF tensors of a parameter by its global Megatron name, without vocabulary padding.
+
+        Where the checkpoint holds an HF tensor's rows in one chunk, the tensor is backed by the mapped file.
 
         Raises:
             ConversionError: a file that is missing or truncated, or that does not hold all of the parameter.
         """
+        entry, spec = self.mapping.entry(name), self.mapping.spec
+        if not entry.rule.stacked:
+            yield from self.mapping.to_hf(name, [self._rows(name, 0, entry.rule.megatron_shape(spec)[0])])
+            return
+        start = 0
+        for hf_name, shape in zip(entry.hf, entry.rule.shapes(spec), strict=True):
+            yield hf_name, self._rows(name, start, shape[0])
+            start += shape[0]
+
+    def _rows(self, name: str, start: int, count: int) -> Tensor:
+        """Rows [start, start + count) of a whole parameter."""
         place, stored = self.places[name], self._stored(name)
-        shape = self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)
-        target = torch.empty((*[1] * len(place.index), *shape), dtype=stored.properties.dtype)
-        chunk = ChunkStorageMetadata(torch.Size((*place.index, *[0] * len(shape))), target.shape)
-        items = create_read_items_for_chunk_list(place.key, stored, [chunk])
+        shape = (count, *self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)[1:])
+        box = ChunkStorageMetadata(
+            torch.Size((*place.index, start, *[0] * (len(shape) - 1))), torch.Size((*[1] * len(place.index), *shape))
+        )
+        items = create_read_items_for_chunk_list(place.key, stored, [box])
         held = sum(item.lengths.numel() for item in items)
-        if held != target.numel():
-            raise ConversionError(f"{self.folder} holds {held} of the {target.numel()} elements of {name!r}")
-        try:
-            self._reader.read_data(LoadPlan(items), _IntoTensor(target))
-        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            file = self._metadata.storage_data[items[0].storage_index].relative_path
-            raise ConversionError(
-                f"{self.folder / file} is missing or damaged at {place.key!r} {list(place.index)}: {error}"
-            ) from error
+        if held != box.sizes.numel():
+            raise ConversionError(f"{self.folder} holds {held} of {box.sizes.numel()} elements of {name!r}")
+        if len(items) == 1:
+            return _box(self._chunk(items[0]), items[0].storage_offsets, items[0].lengths).view(shape)
+        target = torch.empty(box.sizes, dtype=stored.properties.dtype)
+        for item in items:
+            _box(target, item.dest_offsets, item.lengths).copy_(_box(self._chunk(item), item.storage_offsets, item.lengths))
         return target.view(shape)
+
+    def _chunk(self, item: ReadItem) -> Tensor:
+        """The stored chunk that an item reads from."""
+        at = self._metadata.storage_data[item.storage_index]
+        where = f"{item.storage_index.fqn!r} {list(item.storage_index.offset)}"
+        if getattr(at, "transform_descriptors", None):
+            raise ConversionError(f"{self.folder / at.relative_path} is transformed at {where}: {at.transform_descriptors}")
+        try:
+            return self._files.tensor(at.relative_path, at.offset, at.length)
+        except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            raise ConversionError(f"{self.folder / at.relative_path} is missing or damaged at {where}: {error}") from error
 
     def _stored(self, name: str) -> TensorStorageMetadata:
         return self._metadata.state_dict_metadata[self.places[name].key]
@@ -126,21 +151,10 @@ class DistReader:
                 raise ConversionError(f"{self.folder}: {place.key} is {list(got)}, the config asks for {list(wanted)}")
 
 
-class _IntoTensor(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
-    def __init__(self, target: Tensor):
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        view = self._target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+def _box(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 class _MetadataUnpickler(pickle.Unpickler):

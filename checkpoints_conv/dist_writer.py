@@ -9,7 +9,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -33,10 +33,11 @@ UNIT_BYTES = 2**30  # what an interruption can cost
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, start + rows) of one Megatron parameter."""
+    """Rows of one HF tensor, or a whole Megatron parameter whose HF tensors must be merged first."""
 
-    name: str
-    start: int
+    name: str  # Megatron's
+    hf_name: Optional[str]  # None: all of them, merged
+    first: int  # row of the HF tensor
     rows: int
 
 
@@ -55,24 +56,23 @@ class DistWriter:
         self,
         folder: Path,
         mapping: ModelMapping,
-        dtype_of: Callable[[str], torch.dtype],
-        read: Callable[[str], Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        get_hf: Callable[[str], Tensor],
         written: Callable[[int], None],
     ):
         """
         Args:
-            dtype_of: dtype of a Megatron parameter by its global name.
-            read: the whole unpadded parameter by its global name, in that dtype.
+            dtypes: of the Megatron parameters by their global names.
+            get_hf: an HF tensor by its name.
             written: called with the bytes of each piece.
         """
         self.folder = folder
         self.mapping = mapping
-        self.dtype_of = dtype_of
-        self.read = read
+        self.dtypes = dtypes
+        self.get_hf = get_hf
         self.written = written
         self._metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._pieces: dict[MetadataIndex, Piece] = {}
-        self._held: "tuple[str, Tensor] | None" = None
         self.units = list(self._plan())
 
     def write(self) -> None:
@@ -80,24 +80,40 @@ class DistWriter:
         results: list[list[WriteResult]] = []
         for number, items in enumerate(self.units):
             done = self.folder / f"__{number}.written"
-            if not done.is_file():
+            if done.is_file() and self._is_whole(items, pickle.loads(done.read_bytes())):
+                self.written(sum(map(_bytes, items)))
+            else:
                 beside = done.with_suffix(".part")
                 beside.write_bytes(pickle.dumps(self._write_unit(number, items)))
                 os.replace(beside, done)
-            else:
-                for item in items:
-                    self.written(_bytes(item))
-            results.append(pickle.loads(done.read_bytes()))  # our own file, of this conversion
-        FileSystemWriter(self.folder).finish(Metadata(self._metadata), results)
+            results.append(pickle.loads(done.read_bytes()))
+        FileSystemWriter(self.folder, sync_files=False).finish(Metadata(self._metadata), results)
         for number in range(len(self.units)):
             (self.folder / f"__{number}.written").unlink()
 
+    def _is_whole(self, items: list[WriteItem], results: list[WriteResult]) -> bool:
+        """Whether an interrupted run wrote these items, and the file has its full size: a power failure may truncate it."""
+        if {result.index for result in results} != {item.index for item in items}:
+            return False
+        file = self.folder / results[0].storage_data.relative_path
+        end = max(result.storage_data.offset + result.storage_data.length for result in results)
+        return file.is_file() and file.stat().st_size == end
+
     def _write_unit(self, number: int, items: list[WriteItem]) -> list[WriteResult]:
-        writer = FileSystemWriter(self.folder)
+        writer = FileSystemWriter(self.folder, sync_files=False)
         # A rank of its own gives every unit a file of its own.
         writer.set_up_storage_writer(True, rank=number, use_collectives=False)
         plan = writer.prepare_local_plan(SavePlan(items))
-        return writer.write_data(plan, _LazyPlanner(self._resolve)).value()
+        checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
+        try:
+            return writer.write_data(plan, _LazyPlanner(self._resolve)).value()
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch.save, closing its archive on a full disk
+                raise error.__context__ from error
+            raise
+        finally:
+            torch.serialization.set_crc32_options(checksums)
 
     def _resolve(self, item: WriteItem) -> "Tensor | io.BytesIO":
         if item.type == WriteItemType.BYTE_IO:
@@ -105,40 +121,49 @@ class DistWriter:
             torch.save([torch.empty(0, dtype=torch.uint8)], buffer)
             return buffer
         piece = self._pieces[item.index]
-        if self._held is None or self._held[0] != piece.name:
-            self._held = None
-            self._held = (piece.name, self.read(piece.name))
+        if piece.hf_name is None:
+            tensor = self.mapping.to_megatron(piece.name, self.get_hf, padded_vocab=self.mapping.spec.vocab)
+        else:
+            tensor = _own_storage(self.get_hf(piece.hf_name).narrow(0, piece.first, piece.rows))
         self.written(_bytes(item))
-        rows = self._held[1].narrow(0, piece.start, piece.rows)
-        return rows.contiguous().view(item.tensor_data.chunk.sizes)
+        return tensor.to(self.dtypes[piece.name]).view(item.tensor_data.chunk.sizes)
 
     def _plan(self) -> Iterator[list[WriteItem]]:
+        """The items of each unit; the checkpoint's metadata is collected on the way."""
         unit: list[WriteItem] = []
         room = UNIT_BYTES
-        for name, entry in self.mapping.entries.items():
-            shape = entry.rule.megatron_shape(self.mapping.spec)
-            dtype = self.dtype_of(name)
-            row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
-            rows = max(1, CHUNK_BYTES // row_bytes)
-            for start in range(0, shape[0], rows):
-                piece = Piece(name, start, min(rows, shape[0] - start))
+        for name in self.mapping.megatron_names():
+            start = 0  # row of the Megatron parameter
+            for piece in self._pieces_of(name):
                 if room <= 0:
                     yield unit
                     unit, room = [], UNIT_BYTES
-                items = list(self._items(piece, shape, dtype))
+                items = list(self._items(piece, start))
                 room -= sum(map(_bytes, items))
                 unit += items
+                start += piece.rows
         for key in extra_state_keys(self.mapping):
             self._metadata[key] = BytesStorageMetadata()
             unit.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0)))
         yield unit
 
-    def _items(self, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[WriteItem]:
+    def _pieces_of(self, name: str) -> Iterator[Piece]:
+        entry, spec = self.mapping.entry(name), self.mapping.spec
+        if not entry.rule.stacked:
+            yield Piece(name, None, 0, entry.rule.megatron_shape(spec)[0])
+            return
+        for hf_name, shape in zip(entry.hf, entry.rule.shapes(spec), strict=True):
+            rows = max(1, CHUNK_BYTES // (torch.Size(shape[1:]).numel() * self.dtypes[name].itemsize))
+            for first in range(0, shape[0], rows):
+                yield Piece(name, hf_name, first, min(rows, shape[0] - first))
+
+    def _items(self, piece: Piece, start: int) -> Iterator[WriteItem]:
         place = place_of(piece.name, self.mapping)
+        shape = self.mapping.entry(piece.name).rule.megatron_shape(self.mapping.spec)
         size = torch.Size((*place.leading, *shape))
-        offsets = torch.Size((*place.index, piece.start, *([0] * (len(shape) - 1))))
+        offsets = torch.Size((*place.index, start, *([0] * (len(shape) - 1))))
         chunk = ChunkStorageMetadata(offsets, torch.Size((*[1] * len(place.index), piece.rows, *shape[1:])))
-        properties = TensorProperties(dtype=dtype)
+        properties = TensorProperties(dtype=self.dtypes[piece.name])
         keys = [place.key] + ([LOCAL_MOE_NORM] if place.key == STACKED_MOE_NORM else [])
         for key in keys:
             stored = self._metadata.setdefault(key, TensorStorageMetadata(properties, size, []))
@@ -146,6 +171,11 @@ class DistWriter:
             stored.chunks.append(chunk)
             self._pieces[index] = piece
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger than itself: torch.save writes whole storages."""
+    return torch.from_numpy(tensor.contiguous().view(torch.uint8).numpy()).view(tensor.dtype)
 
 
 def _bytes(item: WriteItem) -> int:

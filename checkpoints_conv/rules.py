@@ -30,6 +30,7 @@ class Rule:
 
     tp_dim: ClassVar[Optional[int]] = None  # dimension that tensor parallelism cuts
     vocab: ClassVar[bool] = False  # dimension 0 is the padded vocabulary
+    stacked: ClassVar[bool] = True  # the whole Megatron parameter is the HF tensors one above the other
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shapes of the HF tensors, in the order of `hf`."""
@@ -81,6 +82,8 @@ class QKV(Column):
 
     Each group holds heads / kv_groups query heads, then its key head, then its value head.
     """
+
+    stacked: ClassVar[bool] = False
 
     def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
         groups = parts[1].shape[0] // spec.head_dim

@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class TensorEntry:
 class SafetensorsWriter:
     """One file, which gets its name when it is closed.
 
+    Like `cp`, it leaves it to the operating system when the bytes reach the disk; a reader notices a truncated file.
+
     Raises:
         ConversionError: a tensor that is not of `entries`, or of another shape or dtype; a tensor that was never written.
         OSError: as the file system says it.
@@ -46,36 +48,46 @@ class SafetensorsWriter:
         self._entries = {entry.name: entry for entry in entries}
         self._offsets: dict[str, int] = {}
         self.missing = set(self._entries)  # not written yet
-        header: dict = {"__metadata__": {"format": "pt"}}
-        end = 0
+        header = _header(self._entries.values())
+        end = len(header)
         for entry in self._entries.values():
-            header[entry.name] = {
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [end, end + entry.bytes],
-            }
             self._offsets[entry.name] = end
             end += entry.bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
         self._file = open(self._beside, "wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(header)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor."""
         entry = self._entries.get(name)
         if entry is None or (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
             raise ConversionError(f"{self.path}: {name!r} {list(tensor.shape)} {tensor.dtype} was not announced, but {entry}")
-        self._file.seek(self._start + self._offsets[name])
+        self._file.seek(self._offsets[name])
         self._file.write(tensor.contiguous().view(torch.uint8).numpy().data)
         self.missing.discard(name)
 
     def close(self) -> None:
-        """Make the file durable and give it its name."""
+        """Give the file its name."""
         if self.missing:
             raise ConversionError(f"{self.path}: never written: {', '.join(sorted(self.missing)[:5])}")
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._beside, self.path)
+
+
+def file_bytes(entries: Sequence[TensorEntry]) -> int:
+    """Size of the finished file of these tensors."""
+    return len(_header(entries)) + sum(entry.bytes for entry in entries)
+
+
+def _header(entries: Iterable[TensorEntry]) -> bytes:
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.bytes],
+        }
+        end += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

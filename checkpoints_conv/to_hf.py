@@ -12,7 +12,7 @@ from checkpoints_conv.hf_folder import read_config
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry, file_bytes
 from checkpoints_conv.staging import Staging, fingerprint
 from checkpoints_conv.to_megatron import HF_FILES
 
@@ -59,7 +59,7 @@ def to_hf(
         stream = _Shards(beside, shards)
         for name, entry in mapping.entries.items():
             if stream.wants(entry.hf):
-                for hf_name, tensor in mapping.to_hf(name, [reader.read(name)]):
+                for hf_name, tensor in reader.read(name):
                     stream.write(hf_name, tensor if dtype is None else tensor.to(dtype))
             advance(sum(stream.entries[hf_name].bytes for hf_name in entry.hf))
         write_index(beside, shards)
@@ -94,7 +94,7 @@ class _Shards:
         self._left: dict[Path, list[TensorEntry]] = {}
         for file, shard in zip(shard_names(len(shards)), shards, strict=True):
             path = folder / file
-            if not path.is_file():
+            if not path.is_file() or path.stat().st_size != file_bytes(shard):
                 self._left[path] = list(shard)
                 self._file.update((entry.name, path) for entry in shard)
         self._writers: dict[Path, SafetensorsWriter] = {}

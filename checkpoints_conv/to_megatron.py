@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Optional
 
 import torch
-from torch import Tensor
 
 from checkpoints_conv.dist_writer import DistWriter
 from checkpoints_conv.errors import ConversionError
@@ -47,9 +46,6 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
     folder.check(mapping)
     dtypes = {name: dtype or _common_dtype(name, mapping, folder) for name in mapping.megatron_names()}
 
-    def read(name: str) -> Tensor:
-        return mapping.to_megatron(name, folder.tensor, padded_vocab=spec.vocab).to(dtypes[name])
-
     job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": fingerprint(hf), "dtype": str(dtype)}
     total = sum(
         torch.Size(entry.rule.megatron_shape(spec)).numel() * dtypes[name].itemsize
@@ -57,7 +53,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
     )
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
-        DistWriter(beside, mapping, dtypes.__getitem__, read, advance).write()
+        DistWriter(beside, mapping, dtypes, folder.tensor, advance).write()
         torch.save({}, beside / COMMON)
         (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)

@@ -1,0 +1,78 @@
+"""The chunks of a `torch_dist` checkpoint, mapped into memory.
+
+A chunk is one tensor as torch.save wrote it: a zip archive inside a larger file, the tensor's bytes stored in it
+uncompressed.  Finding those bytes spares reading them into memory only to write them out again.
+"""
+
+import io
+import mmap
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
+
+
+class ChunkFiles:
+    """The data files of one checkpoint folder, opened and mapped once each."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def tensor(self, file: str, offset: int, length: int) -> Tensor:
+        """The tensor in bytes [offset, offset + length) of a file, backed by the mapped file if its bytes lie there plainly.
+
+        Raises:
+            OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError: missing or damaged.
+        """
+        mapped = self._map(file)
+        if offset + length > len(mapped):
+            raise EOFError(f"it has {len(mapped)} bytes, {offset + length} are needed")
+        view = _View(mapped, offset, length)
+        described = torch.load(view, map_location="meta", weights_only=True)  # reads no storage
+        storages = [info for info in zipfile.ZipFile(view).infolist() if "/data/" in info.filename]
+        if len(storages) == 1 and described.is_contiguous() and storages[0].compress_type == zipfile.ZIP_STORED:
+            start = offset + storages[0].header_offset
+            name, extra = (int.from_bytes(mapped[start + at : start + at + 2], "little") for at in (26, 28))
+            start += LOCAL_HEADER + name + extra + described.storage_offset() * described.itemsize
+            return torch.frombuffer(mapped, dtype=described.dtype, count=described.numel(), offset=start).view(described.shape)
+        view.seek(0)
+        return torch.load(view, map_location="cpu", weights_only=True)
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            with open(self._folder / file, "rb") as opened:
+                # A private copy-on-write mapping: torch wants a writable buffer, and nothing is ever written to it.
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+class _View(io.RawIOBase):
+    """A window of a mapping, as a file."""
+
+    def __init__(self, mapped: mmap.mmap, offset: int, length: int):
+        super().__init__()
+        self._mapped, self._offset, self._length, self._at = mapped, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        start = self._offset + self._at
+        buffer[:count] = self._mapped[start : start + count]
+        self._at += count
+        return count

@@ -1,0 +1,332 @@
+"""The command: round trips, resuming, atomic results, damaged checkpoints, verify and inspect."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints_conv import dist_writer
+from checkpoints_conv.__main__ import main
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import HfFolder, read_config
+from checkpoints_conv.hf_writer import shard_names
+from checkpoints_conv.safetensors_writer import SafetensorsWriter
+from checkpoints_conv.to_hf import to_hf
+from checkpoints_conv.to_megatron import to_megatron
+from tests.checkpoints_conv.family_models import VARIANTS
+
+SIDE = {
+    "generation_config.json": '{"temperature": 0.6}',
+    "tokenizer.json": '{"made": "up"}',
+    "tokenizer_config.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+}
+
+
+@pytest.fixture
+def folder(models, tmp_path) -> Path:
+    """A copy of the tiny Qwen2 with tokenizer, chat template, and a file that is none of a model's."""
+    copy = Path(shutil.copytree(models("qwen2"), tmp_path / "hf"))
+    for name, text in SIDE.items():
+        (copy / name).write_text(text)
+    (copy / "notes.txt").write_text("mine")
+    return copy
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many units and chunks, so that a tiny model has what a large one has."""
+    monkeypatch.setattr(dist_writer, "UNIT_BYTES", 50_000)
+    monkeypatch.setattr(dist_writer, "CHUNK_BYTES", 10_000)
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    source = HfFolder(folder)
+    return {name: source.tensor(name) for name in sorted(source.names())}
+
+
+def same(a: Path, b: Path) -> bool:
+    ours, theirs = tensors(a), tensors(b)
+    return ours.keys() == theirs.keys() and all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]) for name, tensor in ours.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "tied"), VARIANTS)
+def test_round_trip_is_bit_exact(models, tmp_path, small_units, family, tied, dtype):
+    source = models(family, tied, dtype=dtype)
+    assert run("to-megatron", "--hf", source, "--out", tmp_path / "megatron") == 0
+    assert run("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back", "--max-shard-gb", "0.0002") == 0
+    assert same(source, tmp_path / "back")
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 1
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert run("verify", source, tmp_path / "back") == run("verify", source, tmp_path / "megatron") == 0
+
+
+def test_what_lies_beside_the_weights_comes_back_byte_for_byte(folder, tmp_path):
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    for name in [*SIDE, "config.json"]:
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    assert not (tmp_path / "back" / "notes.txt").exists()
+
+
+def test_dtype_is_cast_and_told_in_the_config(folder, tmp_path):
+    assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron", "--dtype", "bf16") == 0
+    assert run("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back") == 0
+    assert read_config(tmp_path / "back")["dtype"] == "bfloat16"
+    back = tensors(tmp_path / "back")
+    assert all(torch.equal(back[name], tensor.bfloat16()) for name, tensor in tensors(folder).items())
+
+
+def test_mixed_dtypes_in_one_parameter_need_a_choice(folder, tmp_path):
+    shard = next(path for path in folder.glob("*.safetensors") if any("k_proj.weight" in n for n in load_file(path)))
+    held = load_file(shard)
+    name = next(n for n in held if n.endswith("k_proj.weight"))
+    save_file({**held, name: held[name].bfloat16()}, shard, metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=f"{name}.*differ in dtype"):
+        to_megatron(folder, tmp_path / "megatron")
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, owner, method: str, calls: int) -> list:
+    """Let `owner.method` work `calls` times, then raise; returns the list of its calls' arguments."""
+    original, seen = getattr(owner, method), []
+
+    def counted(self, *args):
+        if len(seen) == calls:
+            raise Interrupt
+        seen.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, method, counted)
+    return seen
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_to_megatron_goes_on_where_it_stopped(folder, tmp_path, small_units, monkeypatch, calls):
+    out = tmp_path / "megatron"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dist_writer.DistWriter, "_write_unit", calls)
+        assert run("to-megatron", "--hf", folder, "--out", out) == 130
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        written = interrupt_after(patch, dist_writer.DistWriter, "_write_unit", 10**6)
+        to_megatron(folder, out)
+    assert [number for number, _ in written][0] == calls
+    to_hf(out, tmp_path / "back")
+    assert same(folder, tmp_path / "back")
+    assert not [path for path in out.iterdir() if path.suffix in (".written", ".part") or path.name == "conversion.json"]
+
+
+def test_to_hf_goes_on_where_it_stopped(folder, tmp_path, monkeypatch):
+    to_megatron(folder, tmp_path / "megatron")
+    out = tmp_path / "back"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, SafetensorsWriter, "close", 2)
+        with pytest.raises(Interrupt):
+            to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000)
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        closed = interrupt_after(patch, SafetensorsWriter, "close", 10**6)
+        to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000)
+    assert len(closed) == len(list(out.glob("*.safetensors"))) - 2
+    assert sorted(path.name for path in out.glob("*.safetensors")) == shard_names(len(closed) + 2)
+    assert same(folder, out)
+
+
+def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units, monkeypatch):
+    out = tmp_path / "megatron"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dist_writer.DistWriter, "_write_unit", 2)
+        with pytest.raises(Interrupt):
+            to_megatron(folder, out)
+    os.truncate(tmp_path / "megatron.incomplete" / "__0_0.distcp", 100)
+    to_megatron(folder, out)
+    to_hf(out, tmp_path / "back")
+    assert same(folder, tmp_path / "back")
+
+
+def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dist_writer.DistWriter, "_write_unit", 0)
+        with pytest.raises(Interrupt):
+            to_megatron(folder, tmp_path / "megatron")
+    with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
+        to_megatron(models("llama"), tmp_path / "megatron")
+
+
+def test_an_existing_result_is_left_alone(folder, tmp_path, capsys):
+    (tmp_path / "megatron").mkdir()
+    assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron") == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_too_little_space_is_told_before_anything_is_written(folder, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+    with pytest.raises(ConversionError, match="needs 0.00 GB, but only 0.00 GB are free"):
+        to_megatron(folder, tmp_path / "megatron")
+    assert not list(tmp_path.glob("megatron*"))
+
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+from checkpoints_conv.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
+def test_a_full_disk_is_explained_and_leaves_no_result(folder, tmp_path, repository, command):
+    """A file size limit stands for the full disk: write() fails half-way in both."""
+    to_megatron(folder, tmp_path / "megatron")
+    source = ["--hf", folder] if command == "to-megatron" else ["--megatron", tmp_path / "megatron"]
+    arguments = [command, *map(str, source), "--out", str(tmp_path / "out")]
+    process = subprocess.run(
+        [sys.executable, "-c", LIMITED, *arguments], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 2
+    assert "cannot write" in process.stderr and "run the same command again" in process.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(*arguments) == 0
+
+
+def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repository):
+    source = models("llama", True)
+    arguments = ["to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]
+    script = (
+        "import os, signal, sys\nfrom checkpoints_conv import dist_writer\nfrom checkpoints_conv.__main__ import main\n"
+        "dist_writer.UNIT_BYTES = 50_000\nwrite = dist_writer.DistWriter._write_unit\n"
+        "def killed(self, number, items):\n"
+        "    if number == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return write(self, number, items)\n"
+        "dist_writer.DistWriter._write_unit = killed\nmain(sys.argv[1:])"
+    )
+    process = subprocess.run([sys.executable, "-c", script, *arguments], cwd=repository, capture_output=True, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "megatron").exists()
+    assert (tmp_path / "megatron.incomplete" / "__1.written").is_file()
+    (tmp_path / "megatron.incomplete").rename(tmp_path / "elsewhere.incomplete")
+    shutil.copytree(tmp_path / "elsewhere.incomplete", tmp_path / "megatron.incomplete")
+    assert run(*arguments) == 0
+    assert run("verify", source, tmp_path / "megatron") == 0
+
+
+class TestDamagedMegatronCheckpoints:
+    @pytest.fixture
+    def megatron(self, folder, tmp_path, small_units) -> Path:
+        to_megatron(folder, tmp_path / "megatron")
+        return tmp_path / "megatron"
+
+    def error(self, megatron: Path, capsys) -> str:
+        assert run("to-hf", "--megatron", megatron, "--out", megatron.with_name("out")) == 2
+        assert not megatron.with_name("out").exists()
+        return capsys.readouterr().err
+
+    def test_truncated_file(self, megatron, capsys):
+        os.truncate(megatron / "__0_0.distcp", 200)
+        assert "__0_0.distcp is missing or damaged at" in self.error(megatron, capsys)
+
+    def test_missing_file(self, megatron, capsys):
+        (megatron / "__1_0.distcp").unlink()
+        assert "__1_0.distcp is missing or damaged at" in self.error(megatron, capsys)
+
+    def test_no_metadata(self, megatron, capsys):
+        (megatron / ".metadata").unlink()
+        assert ".metadata does not exist" in self.error(megatron, capsys)
+
+    def test_metadata_that_would_run_code(self, megatron, capsys, tmp_path):
+        class Touch:
+            def __reduce__(self):
+                return os.system, (f"touch {tmp_path / 'ran'}",)
+
+        (megatron / ".metadata").write_bytes(pickle.dumps(Touch()))
+        assert "posix.system" in self.error(megatron, capsys)
+        assert not (tmp_path / "ran").exists()
+
+    def test_config_of_another_model(self, megatron, models, capsys):
+        files = models("qwen2", intermediate_size=128)
+        assert run("to-hf", "--megatron", megatron, "--out", megatron.with_name("out"), "--hf-files", files) == 2
+        assert "linear_fc1.weight is [4, 192, 64], the config asks for [4, 256, 64]" in capsys.readouterr().err
+
+    def test_config_of_another_family(self, megatron, models, capsys):
+        assert run("inspect", megatron, "--hf-files", models("llama")) == 2
+        assert "its config does not know: ['decoder.layers.self_attention.linear_qkv.bias']" in capsys.readouterr().err
+        assert run("inspect", megatron, "--hf-files", models("qwen3")) == 2
+
+    def test_no_config(self, megatron, capsys):
+        shutil.rmtree(megatron / "hf")
+        assert "--hf-files" in self.error(megatron, capsys)
+
+
+class TestVerify:
+    def test_names_the_tensor_that_differs(self, folder, tmp_path, capsys):
+        to_megatron(folder, tmp_path / "megatron")
+        shard = next(folder.glob("*.safetensors"))
+        held = load_file(shard)
+        name = sorted(held)[0]
+        held[name].view(-1)[0] += 1
+        save_file(held, shard, metadata={"format": "pt"})
+        assert run("verify", folder, tmp_path / "megatron") == 1
+        out = capsys.readouterr().out
+        assert f"{name}: sha256" in out and len(out.splitlines()) == 1
+
+    def test_names_the_config_field_that_differs(self, models, tmp_path, capsys):
+        other = Path(shutil.copytree(models("llama"), tmp_path / "other"))
+        text = (other / "config.json").read_text()
+        (other / "config.json").write_text(text.replace('"factor": 32.0', '"factor": 8.0'))
+        assert run("verify", models("llama"), other) == 1
+        assert "rope_scaling_factor is 32.0" in capsys.readouterr().out
+
+    def test_names_dtypes(self, models, capsys):
+        assert run("verify", models("llama"), models("llama", dtype=torch.bfloat16)) == 1
+        assert "dtype torch.float32, torch.bfloat16" in capsys.readouterr().out
+
+    def test_neither_kind(self, tmp_path, models, capsys):
+        assert run("verify", models("llama"), tmp_path) == 2
+        assert "is neither a Hugging Face folder" in capsys.readouterr().err
+
+
+def test_inspect_says_what_a_checkpoint_is(models, tmp_path, capsys):
+    to_megatron(models("qwen3_moe"), tmp_path / "megatron")
+    for folder in (models("qwen3_moe"), tmp_path / "megatron"):
+        assert run("inspect", folder) == 0
+        out = capsys.readouterr().out
+        count = sum(tensor.numel() for tensor in tensors(models("qwen3_moe")).values())
+        assert "Qwen3MoeForCausalLM" in out and f"{count:,}" in out and "q/k norms" in out
+        assert "tensor parallel  1, 2, 4" in out and "expert parallel  1, 2, 4" in out
+
+
+def test_pickled_weights_convert_on_request(models, tmp_path):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    shutil.copy(models("llama") / "config.json", folder)
+    torch.save({name: tensor.clone() for name, tensor in tensors(models("llama")).items()}, folder / "pytorch_model.bin")
+    assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron") == 2
+    assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron", "--allow-pickle") == 0
+    assert run("verify", models("llama"), tmp_path / "megatron") == 0
+
+
+def test_family_table_is_the_only_list_of_families(models):
+    """A family is found by its file alone."""
+    assert family_of(read_config(models("mistral"))).architecture == "MistralForCausalLM"

@@ -1,0 +1,142 @@
+"""What configs say: real models by their published sizes, both spellings of RoPE, and what is refused by name."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.spec import ModelSpec
+from tests.checkpoints_conv.family_models import LLAMA3_ROPE, VARIANTS, config_json, tiny_spec
+
+
+def spec_of(config: dict) -> ModelSpec:
+    return family_of(config).model_spec(config)
+
+
+@pytest.fixture(scope="session")
+def model_configs(repository: Path) -> dict[str, dict]:
+    folder = repository / "tools" / "model_configs"
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+# Parameters as published with the models; tensor-parallel sizes from their heads and KV groups.
+REAL = {
+    "llama-3.2-1b": (1_235_814_400, [1, 2, 4, 8]),
+    "llama-3.2-3b": (3_212_749_824, [1, 2, 4, 8]),
+    "qwen2.5-0.5b": (494_032_768, [1, 2]),
+    "qwen2.5-3b": (3_085_938_688, [1, 2]),
+    "qwen2.5-7b": (7_615_616_512, [1, 2, 4]),
+    "qwen2.5-32b": (32_763_876_352, [1, 2, 4, 8]),
+    "qwen2.5-72b": (72_706_203_648, [1, 2, 4, 8]),
+    "qwen3-4b": (4_022_468_096, [1, 2, 4, 8]),
+    "qwen3-8b": (8_190_735_360, [1, 2, 4, 8]),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_by_shape(model_configs, name):
+    """Sizes add up to the published count, and every Megatron parameter divides under every layout that is offered."""
+    parameters, tensor_sizes = REAL[name]
+    spec = spec_of(model_configs[name])
+    mapping = ModelMapping(spec)
+    assert sum(math.prod(shape) for shape in mapping.hf_shapes().values()) == parameters
+    assert spec.tensor_parallel_sizes() == tensor_sizes
+    for entry in mapping.entries.values():
+        rule = entry.rule
+        whole, parts = rule.megatron_shape(spec), rule.shapes(spec)
+        assert math.prod(whole) == sum(map(math.prod, parts))
+        if rule.tp_dim is not None and not rule.vocab:
+            assert all(part[rule.tp_dim] % tp == 0 for part in parts for tp in tensor_sizes)
+
+
+def test_real_llama_keeps_its_rope_factor(model_configs):
+    assert spec_of(model_configs["llama-3.2-3b"]).rope_scaling_factor == 32.0
+    assert spec_of(model_configs["qwen3-4b"]).rope_scaling_factor is None
+
+
+def test_smollm2_layouts():
+    spec = tiny_spec("llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=576, intermediate_size=1536)
+    assert spec.tensor_parallel_sizes() == [1, 3]
+
+
+@pytest.mark.parametrize(("family", "tied"), VARIANTS)
+def test_both_spellings_of_rope_mean_the_same(family, tied):
+    """transformers 5 writes rope_parameters, transformers 4 wrote rope_theta and rope_scaling."""
+    new = config_json(family, tied)
+    rope = dict(new["rope_parameters"])
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old["rope_theta"] = rope.pop("rope_theta")
+    old["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    assert spec_of(old) == spec_of(new)
+    if old["rope_scaling"]:
+        old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
+        assert spec_of(old) == spec_of(new)
+
+
+def test_head_dim_is_the_configs_own():
+    assert tiny_spec("qwen3").head_dim == 32 != tiny_spec("qwen3").hidden // tiny_spec("qwen3").heads
+    without = {key: value for key, value in config_json("qwen3").items() if key != "head_dim"}
+    assert spec_of(without).head_dim == 128
+    assert spec_of({**config_json("llama"), "head_dim": None}).head_dim == 8
+
+
+@pytest.mark.parametrize("key", ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor"])
+def test_rope_constants_that_megatron_cannot_express_are_refused(key):
+    value = 0 if key == "factor" else 2.0
+    config = {**config_json("llama"), "rope_parameters": {**LLAMA3_ROPE, key: value}}
+    with pytest.raises(ConversionError, match=key):
+        spec_of(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None, "rope_theta": 1e6}, "yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+        ("qwen3", {"rope_parameters": LLAMA3_ROPE}, "llama3"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("llama", {"vision_config": {"depth": 2}}, "multimodal"),
+        ("llama", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+        ("llama", {"architectures": []}, "architectures"),
+        ("llama", {"model_type": "qwen2"}, "model_type='qwen2'"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("llama", {"rope_parameters": None}, "rope_theta"),
+    ],
+)
+def test_what_cannot_be_converted_exactly_is_refused_by_name(family, change, named):
+    with pytest.raises(ConversionError, match=named):
+        spec_of({**config_json(family), **change})
+
+
+def test_switched_off_sliding_window_is_no_reason_to_refuse():
+    config = {**config_json("qwen2"), "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21}
+    assert spec_of(config) == tiny_spec("qwen2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ((3,), "tensor parallel size 3 .*4 KV groups.*possible: 1, 2, 4"),
+        ((8,), "tensor parallel size 8"),
+        ((1, 3), "pipeline size 3 does not divide 4 layers; possible: 1, 2, 4"),
+        ((1, 1, 2), "expert parallel size 2 does not divide 0 experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_before_anything_starts(layout, named):
+    with pytest.raises(ConversionError, match=named):
+        tiny_spec("llama").check_layout(*layout)
+    tiny_spec("llama").check_layout(4, 2)
+    tiny_spec("qwen3_moe").check_layout(2, 2, 2)
