@@ -74,10 +74,10 @@ class Fp8Config:
     """Transformer Engine FP8; see `megatron_drmas.actor.precision`."""
 
     recipe: str = "blockwise"  # delayed | tensorwise | blockwise
-    margin: int = 0
-    amax_history_len: int = 1024
-    bf16_first_layers: int = 0
-    bf16_last_layers: int = 0
+    margin: int = 0  # delayed: scales are divided by 2^margin
+    amax_history_len: int = 1024  # delayed: uses that a scale looks back on
+    bf16_first_layers: int = 0  # transformer layers kept out of FP8, at the start
+    bf16_last_layers: int = 0  # and at the end
 
 
 @dataclass
