@@ -5,8 +5,8 @@ sum of squares per agent (Welford's update, block-wise, merged as Chan et al.), 
 and writes each row's advantage over its tokens.  There are no atomics, so the result is a function of the input
 alone.  Distances to each agent's lowest score are what is summed, so equal scores have a spread of exactly 0.
 
-Tested under Triton's interpreter on the CPU against `kernels.agent_advantage`; compiled code has not run here:
-`tools/gpu_check.sh advantage` is for a machine with a GPU.
+Tested under Triton's interpreter on the CPU against `kernels.agent_advantage`, and compiled for Hopper without a GPU;
+the compiled code has not run yet: `tools/gpu_check.sh advantage` is for a machine with one.
 """
 
 import torch

@@ -32,6 +32,26 @@ def test_under_the_interpreter():
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.skipif(INTERPRETED, reason="compiles instead")
+@pytest.mark.parametrize("mean,std", [(1, 1), (2, 2)])
+def test_compiles_for_hopper_without_a_gpu(mean, std, tmp_path, monkeypatch):
+    """Down to machine code; only running it needs the GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_drmas.kernels.agent_advantage_triton import STAT_ROWS, WRITE_ROWS, WRITE_TOKENS, _advantage_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    columns = {"scores": "*bf16", "agent": "*i32", "order": "*i64", "bounds": "*i64", "offsets": "*i64", "out": "*fp32"}
+    constants = {"MEAN": mean, "STD": std, "AGENTS": 4}
+    constants |= {"STAT_ROWS": STAT_ROWS, "WRITE_ROWS": WRITE_ROWS, "WRITE_TOKENS": WRITE_TOKENS}
+    signature = {**columns, "epsilon": "fp32", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(_advantage_kernel, signature, constexprs=constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert kernel.asm["cubin"] and "atom" not in kernel.asm["ptx"], "no atomics: the result does not depend on timing"
+
+
 def compare(scores, group, agent, lengths, tolerance=1e-5):
     from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
 
