@@ -96,10 +96,10 @@ def test_a_submitted_run_trains_and_ends_well(slurm, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_run_that_is_asked_to_stop_saves_queues_itself_again_and_finishes(slurm, tmp_path):
     log = tmp_path / "job.log"
-    number = slurm.submit(log, *SMALL, "steps=12", "checkpoint.every=100", "name=stopped", f"output_dir={tmp_path}")
+    number = slurm.submit(log, *SMALL, "steps=40", "checkpoint.every=100", "name=stopped", f"output_dir={tmp_path}")
     metrics = tmp_path / "stopped/metrics.jsonl"
     deadline = time.monotonic() + 240
-    while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and time.monotonic() < deadline:
+    while not (metrics.exists() and '"kind":"step"' in metrics.read_text()) and time.monotonic() < deadline:
         time.sleep(0.2)
     slurm("scancel", "--signal=USR1", "--batch", number)
     job = slurm.wait(number, "PENDING", "COMPLETED", "FAILED", seconds=120)
@@ -108,4 +108,4 @@ def test_a_run_that_is_asked_to_stop_saves_queues_itself_again_and_finishes(slur
     job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
     summary = json.loads((tmp_path / "stopped/summary.json").read_text())
-    assert (summary["status"], summary["step"]) == ("finished", 12)
+    assert (summary["status"], summary["step"]) == ("finished", 40)

@@ -40,7 +40,7 @@ def test_a_mistake_ends_at_once_in_one_line_and_with_the_commands_exit_code(repo
 def test_nothing_outlives_a_run_that_is_stopped(repository, tmp_path, name):
     run = start(repository, "steps=1000", "evaluation.before=false", "name=stopped", f"output_dir={tmp_path}")
     metrics = tmp_path / "stopped/metrics.jsonl"
-    while not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
+    while not (metrics.exists() and '"kind":"step"' in metrics.read_text()):
         assert run.poll() is None, run.communicate()
         time.sleep(0.2)
     run.send_signal(signal.Signals[f"SIG{name}"])
