@@ -43,10 +43,28 @@ class SearchWorkflow(Workflow):
                 return Outcome(answer.content, {"verdicts": turn, "searches": len(history)})
             if turn == self.config.max_turns:
                 break
-            query = await context.call("search", history=self._recent(history), **shown)
+            query = await context.call(self.searcher(history), history=self._recent(history), **shown)
             if query.content is not None:
                 history.append(SearchStep(query.content, await context.retrieve(query.content)))
         return Outcome(None, {"verdicts": self.config.max_turns, "searches": len(history)})
 
+    def searcher(self, history: list[SearchStep]) -> str:
+        """The agent that writes the next query."""
+        return "search"
+
     def _recent(self, history: list[SearchStep]) -> list[SearchStep]:
         return history[-self.config.history:] if self.config.history else []
+
+
+@register_workflow("search_follow_up")
+class SearchFollowUpWorkflow(SearchWorkflow):
+    """`SearchWorkflow` with a fourth role: every query after the first is the Follow-up agent's.
+
+    A question that one query answers has no need of it, and a hasty Verifier never lets it speak: a role that is rare
+    by design, for comparing normalisations.
+    """
+
+    agents = ("verifier", "search", "follow_up", "answer")
+
+    def searcher(self, history: list[SearchStep]) -> str:
+        return "follow_up" if history else "search"

@@ -63,6 +63,15 @@ def test_a_malformed_answer_is_no_answer():
     assert run("search", {"verifier": ["yes"], "search": [], "answer": [None]})[1].answer is None
 
 
+def test_only_the_first_query_is_the_search_agents():
+    lines = {"verifier": ["no", "no", "no", "yes"], "search": ["a"], "follow_up": ["b", "c"], "answer": ["y"]}
+    script, outcome = run("search_follow_up", lines)
+    assert [agent for agent in script.calls if agent != "verifier"] == ["search", "follow_up", "follow_up", "answer"]
+    assert outcome.answer == "y"
+    script, _ = run("search_follow_up", {**lines, "verifier": ["no", "yes"]})
+    assert "follow_up" not in script.calls
+
+
 @pytest.mark.parametrize("history", [0, 1, 2])
 def test_history_shows_the_latest_turns(history):
     script, _ = run("search", {"verifier": ["no", "no", "yes"], "search": ["a", "b"], "answer": ["y"]}, history=history)
