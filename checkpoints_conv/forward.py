@@ -34,14 +34,15 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def build_local_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, initialise: bool = False) -> list:
-    """This rank's GPTModel chunks with Megatron's local layer spec, in the layout of its parallel state.
+def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overrides) -> list:
+    """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
 
-    Without CUDA, `megatron_drmas.actor.cpu.install()` must have been called.  Sequence parallelism is not in it: the
-    local spec's norm refuses it.
+    Without CUDA, `megatron_drmas.actor.cpu.install()` must have been called.
 
     Args:
+        layers: Megatron layer spec; None: the local one.
         initialise: parameters start random; otherwise unset, for a checkpoint to fill.
+        overrides: fields of TransformerConfig.
     """
     import torch.nn.functional as F
     from megatron.core import parallel_state
@@ -83,8 +84,7 @@ def build_local_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, initi
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32,
         perform_initialization=initialise,
         use_cpu_initialization=not torch.cuda.is_available(),
         masked_softmax_fusion=False,
@@ -94,10 +94,12 @@ def build_local_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, initi
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         **experts,
+        **overrides,
     )
-    layers = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
-    )
+    if layers is None:
+        layers = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+        )
     return [
         GPTModel(
             config=config,
@@ -160,7 +162,7 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
         )
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        chunks = build_local_model(spec)
+        chunks = build_model(spec)
         load_dist_checkpoint(chunks, folder)
         result = model_logprobs(chunks[0], spec, torch.tensor(tokens)).numpy()
         torch.distributed.destroy_process_group()

@@ -5,11 +5,13 @@ from typing import Callable
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.export import export_hf_folder, iter_hf_tensors
 from checkpoints_conv.families import family_of
-from checkpoints_conv.forward import build_local_model, load_dist_checkpoint, model_logprobs
+from checkpoints_conv.forward import build_model, load_dist_checkpoint, model_logprobs
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.load import load_hf_weights
 from checkpoints_conv.spec import ModelSpec
@@ -49,7 +51,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 def loaded(folder: Path) -> tuple[list, ModelSpec]:
     spec = spec_of(folder)
-    chunks = build_local_model(spec, initialise=True)
+    chunks = build_model(spec, initialise=True)
     load_hf_weights(chunks, folder, spec)
     return chunks, spec
 
@@ -111,19 +113,14 @@ def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path) -> list[str]
         Parameters that differ from loading the Hugging Face folder.
     """
     chunks, spec = loaded(folder)
-    others = build_local_model(spec, initialise=True)
+    others = build_model(spec, initialise=True)
     load_dist_checkpoint(others, checkpoint)
     state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(others)}
     if torch.distributed.get_rank() == 0:
         saved.mkdir()
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(saved))
-    return [
-        name
-        for chunk, other in zip(chunks, others, strict=True)
-        for (name, ours), theirs in zip(chunk.named_parameters(), other.parameters(), strict=True)
-        if not torch.equal(ours, theirs)
-    ]
+    return differing(chunks, others)
 
 
 def logprobs(folder: Path, tokens: torch.Tensor, factor: "float | None" = None) -> torch.Tensor:
@@ -136,10 +133,41 @@ def logprobs(folder: Path, tokens: torch.Tensor, factor: "float | None" = None) 
     return model_logprobs(chunks[0], spec, tokens)
 
 
+def sharded_keys(folder: Path) -> list[str]:
+    """Keys of the model's distributed checkpoint, with the shapes of its tensors."""
+    (model,) = build_model(spec_of(folder))
+    return describe_keys(model.sharded_state_dict())
+
+
+def describe_keys(state: dict) -> list[str]:
+    """'key shape' of every sharded tensor and 'key' of every sharded object."""
+    parts = []
+    for value in state.values():
+        parts += nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+    return sorted({f"{p.key} {list(p.global_shape)}" if isinstance(p, ShardedTensor) else p.unique_key for p in parts})
+
+
+def load_saved(folder: Path, saved: Path) -> list[str]:
+    """Load a distributed checkpoint by Megatron; returns the parameters that differ from the Hugging Face folder's."""
+    chunks, spec = loaded(folder)
+    others = build_model(spec, initialise=True)
+    load_dist_checkpoint(others, saved)
+    return differing(chunks, others)
+
+
+def differing(chunks: list, others: list) -> list[str]:
+    return [
+        name
+        for chunk, other in zip(chunks, others, strict=True)
+        for (name, ours), theirs in zip(chunk.named_parameters(), other.parameters(), strict=True)
+        if not torch.equal(ours, theirs)
+    ]
+
+
 def load_part(folder: Path) -> str:
     """Load only this rank's first chunk; returns the error."""
     spec = spec_of(folder)
-    chunks = build_local_model(spec)
+    chunks = build_model(spec)
     try:
         load_hf_weights(chunks[:1], folder, spec)
     except ConversionError as error:
@@ -149,7 +177,7 @@ def load_part(folder: Path) -> str:
 
 def load_other(folder: Path, other: Path) -> str:
     """Load a folder into the model of another config; returns the error."""
-    chunks = build_local_model(spec_of(other))
+    chunks = build_model(spec_of(other))
     try:
         load_hf_weights(chunks, folder, spec_of(folder))
     except ConversionError as error:
