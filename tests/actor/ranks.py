@@ -2,7 +2,9 @@
 
 import multiprocessing
 import socket
+import time
 import traceback
+from multiprocessing.connection import wait
 from typing import Callable
 
 import torch
@@ -18,14 +20,19 @@ class Ranks:
     """Up to `size` processes; each `run` gives the layout's ranks a fresh PolicyActor and a job to do with it."""
 
     def __init__(self, size: int):
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
         # Forked from a server that has imported Megatron once: the processes start at once, and pytest's own stays clean.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron_drmas.actor.policy_actor"])
         self.pipes, self.processes = [], []
-        for rank in range(size):
+        for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,))
+            process = context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
+            there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
@@ -34,18 +41,34 @@ class Ranks:
 
         Returns:
             What the ranks returned, by rank.
+
+        Raises:
+            AssertionError: a rank failed or did not answer; the next run gets new processes.
         """
         world = settings.policy.parallel.world_size
         port = _free_port()
         for rank in range(world):
             self.pipes[rank].send((settings, rank, world, port, job, args))
-        results = []
-        for rank in range(world):
-            assert self.pipes[rank].poll(TIMEOUT_S), f"rank {rank} of {world} did not answer within {TIMEOUT_S} s"
-            failed, result = self.pipes[rank].recv()
-            assert not failed, f"rank {rank} of {world}:\n{result}"
-            results.append(result)
-        return results
+        results, deadline = {}, time.monotonic() + TIMEOUT_S
+        while len(results) < world:
+            waiting = {self.pipes[rank]: rank for rank in range(world) if rank not in results}
+            ready = wait(waiting, timeout=deadline - time.monotonic())
+            if not ready:
+                self._restart()
+                raise AssertionError(f"ranks {list(waiting.values())} of {world} did not answer within {TIMEOUT_S} s")
+            for pipe in ready:
+                try:
+                    failed, results[waiting[pipe]] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    failed, results[waiting[pipe]] = True, "the process died"
+                if failed:
+                    self._restart()
+                    raise AssertionError(f"rank {waiting[pipe]} of {world}:\n{results[waiting[pipe]]}")
+        return [results[rank] for rank in range(world)]
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
 
     def close(self) -> None:
         for process in self.processes:
@@ -67,9 +90,8 @@ def _serve(pipe) -> None:
             result = job(actor, *args)
             actor.shutdown()
             pipe.send((False, result))
-        except BaseException:
+        except Exception:
             pipe.send((True, traceback.format_exc()))
-            raise
 
 
 def _free_port() -> int:
