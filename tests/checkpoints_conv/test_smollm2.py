@@ -17,7 +17,7 @@ from tests.checkpoints_conv.ranks import Layout
 pytestmark = pytest.mark.slow
 
 COUNT = 64
-QUESTION = "What is the capital of France, and what is it known for?"
+QUESTION = "Tell me a long story about a lighthouse keeper."
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -55,9 +55,9 @@ def prompt(smollm2) -> list[int]:
 
 @pytest.fixture(scope="module")
 def answer(smollm2, prompt) -> list[int]:
-    """Greedy tokens of transformers."""
+    """Greedy tokens of transformers; the answer is longer than COUNT, so no end token is among them."""
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=COUNT, min_new_tokens=COUNT)
+    output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=COUNT)
     return output[0, len(prompt) :].tolist()
 
 
