@@ -30,7 +30,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there,))
             process.start()
             there.close()
             self.pipes.append(here)
