@@ -3,7 +3,7 @@
     python -m tools.reproduce_ablation [--out DIR] [--seeds 5] [--steps 40] [--precisions fp32 fp8_emulated]
 
 First every variant on identical rollouts of the frozen policies (gradient norm, E[A^2], calls that are alone on their
-question), at the limit of turns that makes some agent's calls rarest; then training runs, variant x precision x seed.
+question), with a role that is rare by design and the limit of turns that makes some agent's calls rarest; then training runs, variant x precision x seed.
 Writes DIR/ablation.md, DIR/ablation.png and DIR/ablation.json.  Interrupted, the same command goes on where it was.
 """
 
@@ -34,6 +34,7 @@ def frozen_config(args: argparse.Namespace) -> RunConfig:
         "search_hetero",
         [
             "name=frozen",
+            f"team={args.team}",
             f"output_dir={args.out}",
             f"variables.tiny_team={args.tiny_team}",
             *(
@@ -81,6 +82,7 @@ def train(
         f"output_dir={args.out / 'runs'}",
         f"variables.tiny_team={args.tiny_team}",
         f"seed={seed}",
+        f"team={args.team}",
         f"steps={args.steps}",
         f"precision={precision}",
         f"team.workflow.max_turns={max_turns}",
@@ -150,6 +152,7 @@ def main() -> None:
         metavar="VARIANT",
         help=f"of {', '.join(VARIANTS)}",
     )
+    parser.add_argument("--team", default="search_tiny_rare", choices=["search_tiny", "search_tiny_rare"])
     parser.add_argument("--max-turns", type=int, default=0, help="of the workflow; 0: where some agent's calls are rarest")
     parser.add_argument("--frozen-batches", type=int, default=4, help="rollouts that the frozen comparison averages over")
     parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="further settings of the training runs")
