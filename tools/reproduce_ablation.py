@@ -3,7 +3,8 @@
     python -m tools.reproduce_ablation [--out DIR] [--seeds 5] [--steps 40] [--precisions fp32 fp8_emulated]
 
 First every variant on identical rollouts of the frozen policies (gradient norm, E[A^2], calls that are alone on their
-question), with a role that is rare by design and the limit of turns that makes some agent's calls rarest; then training runs, variant x precision x seed.
+question), in a team with a role that is rare by design and under the limit of turns that makes the lemma's factor
+largest; then training runs, variant x precision x seed.
 Writes DIR/ablation.md, DIR/ablation.png and DIR/ablation.json.  Interrupted, the same command goes on where it was.
 """
 
