@@ -187,6 +187,8 @@ class LLMCore:
         self.counts["generated_tokens"] += len(token_ids)
         if len(logprobs) != len(token_ids):
             return self._failed(key, f"the engine returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        if completion.finish_reason not in ("stop", "length"):
+            return self._failed(key, f"the engine ended the response with {completion.finish_reason!r}")
         for position, value in enumerate(logprobs):
             if value is None or not math.isfinite(value):
                 return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")

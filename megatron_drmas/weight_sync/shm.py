@@ -29,7 +29,11 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads buckets from shared memory into the model's own parameters, in place."""
+    """Loads buckets from shared memory into the model's own parameters, in place.
+
+    vLLM packs the weights of expert layers for the CPU when it loads a model; an update in place would write the
+    checkpoint's layout over the packed one, so models with expert layers are refused.
+    """
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
@@ -38,7 +42,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._mapped: dict[str, mmap.mmap] = {}
 
     def start_weight_update(self) -> None:
-        pass
+        for path, module in self.model.named_modules():
+            if hasattr(module, "w13_weight"):
+                raise WeightSyncError(f"{path}: expert layers cannot be updated through shared memory; use a dense model on CPUs")
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         memory = torch.frombuffer(self._map(update_info.segment), dtype=torch.uint8)

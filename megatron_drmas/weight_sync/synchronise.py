@@ -103,7 +103,7 @@ async def synchronise(
         await _all(update.wait(engine.name, "finish_update", engine.finish_update(version)) for engine in engines)
         digests = await _all(update.wait(sender.name, "end_send", sender.end_send()) for sender in senders)
     except BaseException:
-        await asyncio.wait([asyncio.ensure_future(_forget(sender)) for sender in senders], timeout=CLOSE_TIMEOUT_S)
+        await asyncio.gather(*(_forget(sender) for sender in senders))
         raise
     if verify:
         sent = {name: value for of_rank in digests for name, value in of_rank.items()}
@@ -156,7 +156,7 @@ async def _load(update: _Update, engines: Sequence[EngineCalls], infos: list[dic
 async def _forget(sender: SenderCalls) -> None:
     """Let a sender free its memory after a failure; one that cannot answer frees it when its process ends."""
     try:
-        await sender.end_send()
+        await asyncio.wait_for(sender.end_send(), CLOSE_TIMEOUT_S)
     except Exception:  # the failure that led here is the one to report
         pass
 

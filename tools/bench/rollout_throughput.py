@@ -70,8 +70,9 @@ def vllm_alone(settings: EngineSettings) -> Callable[[list[Request]], dict]:
         began, tokens, left = time.perf_counter(), 0, len(requests)
         for request in requests:
             params = SamplingParams(
-                temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens, logprobs=0,
-                flat_logprobs=True, stop_token_ids=stop, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens,
+                logprobs=0, flat_logprobs=True, stop_token_ids=stop, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             llm.add_request(str(request.key), tokens_input(request.prompt_ids), params)
         while left:
@@ -167,7 +168,8 @@ def measure(settings: EngineSettings, requests: list[Request], rounds: int) -> b
     assert best["engine"]["tokens"] == best["vllm_alone"]["tokens"], "both must have sampled the same responses"
     rates = {name: result["tokens"] / result["seconds"] for name, result in best.items()}
     for name, result in best.items():
-        print(f"{name}: {len(requests)} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, {rates[name]:.0f} tokens/s")
+        done = f"{len(requests)} requests, {result['tokens']} tokens in {result['seconds']:.2f} s"
+        print(f"{name}: {done}, {rates[name]:.0f} tokens/s")
     print(f"weight update: {best['engine']['update_s']:.3f} s")
     ratio = rates["engine"] / rates["vllm_alone"]
     ok = ratio >= TARGET
