@@ -13,9 +13,6 @@ from checkpoints_conv.mapping import ModelMapping
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-STACKED_MOE_NORM = "decoder.layers.pre_mlp_layernorm.weight"
-# The local layer spec files a mixture of experts' MLP norm under the dense name, the Transformer Engine spec does not.
-LOCAL_MOE_NORM = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,14 @@ def place_of(name: str, mapping: ModelMapping, per_layer: bool = False) -> Place
         index.append(int(expert[1]))
         leading.append(mapping.spec.experts)
     return Place(key, tuple(index), tuple(leading))
+
+
+def local_spec_key(key: str) -> str:
+    """The key under which a model of the local layer spec files a parameter.
+
+    Only the MLP norm of a mixture of experts has another one than under the Transformer Engine spec: that of dense models.
+    """
+    return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
 def extra_state_keys(mapping: ModelMapping) -> Iterator[str]:

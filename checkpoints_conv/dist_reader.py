@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from checkpoints_conv.dist_chunks import ChunkFiles
-from checkpoints_conv.dist_keys import LOCAL_MOE_NORM, STACKED_MOE_NORM, Place, place_of
+from checkpoints_conv.dist_keys import Place, local_spec_key, place_of
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.hf_folder import read_json
 from checkpoints_conv.mapping import ModelMapping
@@ -128,15 +128,15 @@ class DistReader:
 
     def _place(self, name: str) -> Place:
         place = place_of(name, self.mapping, self._per_layer)
-        if place.key == STACKED_MOE_NORM and place.key not in self._metadata.state_dict_metadata:
-            place = Place(LOCAL_MOE_NORM, place.index, place.leading)
-        return place
+        if place.key in self._metadata.state_dict_metadata:
+            return place
+        return Place(local_spec_key(place.key), place.index, place.leading)
 
     def _check_keys(self) -> None:
         stored = self._metadata.state_dict_metadata
         expected = {place.key for place in self.places.values()}
-        allowed = expected | {LOCAL_MOE_NORM if self.mapping.spec.experts else ""}
-        unknown = [k for k in stored if MODEL_KEYS.match(k) and "._extra_state" not in k and k not in allowed]
+        known = expected | set(map(local_spec_key, expected))
+        unknown = [key for key in stored if MODEL_KEYS.match(key) and "._extra_state" not in key and key not in known]
         if unknown:
             raise ConversionError(f"{self.folder} holds parameters that its config does not know: {unknown[:5]}")
         missing = [key for key in expected if key not in stored]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoints_conv.dist_keys import LOCAL_MOE_NORM, STACKED_MOE_NORM, extra_state_keys, place_of
+from checkpoints_conv.dist_keys import extra_state_keys, local_spec_key, place_of
 from checkpoints_conv.mapping import ModelMapping
 
 CHUNK_BYTES = 256 * 2**20  # rows of a larger tensor are written as several chunks
@@ -164,8 +164,7 @@ class DistWriter:
         offsets = torch.Size((*place.index, start, *([0] * (len(shape) - 1))))
         chunk = ChunkStorageMetadata(offsets, torch.Size((*[1] * len(place.index), piece.rows, *shape[1:])))
         properties = TensorProperties(dtype=self.dtypes[piece.name])
-        keys = [place.key] + ([LOCAL_MOE_NORM] if place.key == STACKED_MOE_NORM else [])
-        for key in keys:
+        for key in dict.fromkeys((place.key, local_spec_key(place.key))):
             stored = self._metadata.setdefault(key, TensorStorageMetadata(properties, size, []))
             index = MetadataIndex(key, offsets, len(stored.chunks))
             stored.chunks.append(chunk)

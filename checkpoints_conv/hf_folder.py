@@ -69,6 +69,8 @@ class HfFolder:
             remedy = f"; {found[0]} is read only on request (--allow-pickle)" if found else ""
             raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}{remedy}")
         whole, index_name = (PICKLED_WEIGHTS, PICKLED_INDEX) if pickled else (WEIGHTS, INDEX)
+        if (self.folder / whole).is_file() and (self.folder / index_name).is_file():
+            raise ConversionError(f"{self.folder} has both {whole} and {index_name}; remove the one that is not meant")
         index = self._read_index(index_name)
         for shard in sorted(set(index.values())) if index is not None else [whole]:
             self._add_pickled(shard) if pickled else self._add_safetensors(shard)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
 from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
@@ -77,30 +76,6 @@ def copy_side_files(source: Path, target: Path, dtype: "torch.dtype | None" = No
     if config.get(key, name) != name:
         text = json.dumps({**config, key: name}, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
-
-
-def write_hf_folder(folder: "str | Path", source: "str | Path", tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a whole folder from tensors in memory, atomically; an existing folder is replaced.
-
-    Args:
-        folder: to write.
-        source: folder with the config, tokenizer and chat template to copy.
-        tensors: (HF name, tensor) pairs.
-    """
-    folder = Path(folder)
-    beside = folder.with_name(folder.name + ".incomplete")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    held = dict(tensors)
-    shards = plan_shards(TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items())
-    for file, shard in zip(shard_names(len(shards)), shards, strict=True):
-        writer = SafetensorsWriter(beside / file, shard)
-        for entry in shard:
-            writer.write(entry.name, held[entry.name])
-        writer.close()
-    write_index(beside, shards)
-    copy_side_files(Path(source), beside, shards[0][0].dtype)
-    replace_folder(beside, folder)
 
 
 def replace_folder(beside: Path, folder: Path) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from checkpoints_conv.spec import ModelSpec
 
-Dimension = "str | int"
+Dimension = str | int  # the name of a ModelSpec attribute, or a number
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter, the same tensor on both sides, replicated over tensor-parallel ranks.
+    """One Megatron parameter and the HF tensors that it is made of; here one, the same tensor on both sides.
 
     `megatron` and `hf` are templates in {layer} and {expert}; `dims` is the HF shape in names of ModelSpec attributes.
     Megatron names are those of the Transformer Engine layer spec (see `mapping.canonical_name` for the local spec).

@@ -39,7 +39,7 @@ class ModelSpec:
     def kv_size(self) -> int:
         return self.kv_groups * self.head_dim
 
-    def size(self, dimension: "str | int") -> int:
+    def size(self, dimension: str | int) -> int:
         """A dimension of a rule's table: the name of an attribute of this class, or a number."""
         return dimension if isinstance(dimension, int) else getattr(self, dimension)
 

@@ -1,22 +1,25 @@
 """A folder that is written under `<name>.incomplete`, can be taken up again, and gets its name when it is complete."""
 
+import fcntl
 import json
 import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import IO, Iterator, Optional
 
 from checkpoints_conv.errors import ConversionError
 
 JOB = "conversion.json"
+LOCK = "conversion.lock"
 
 
 class Staging:
     """The incomplete folder of one conversion.
 
     Raises (on construction):
-        ConversionError: the target exists; the incomplete folder belongs to another conversion; too little disk space.
+        ConversionError: the target exists; the incomplete folder belongs to another conversion, or to another process at
+            this moment; too little disk space.
     """
 
     def __init__(self, target: Path, job: dict, needed_bytes: int):
@@ -30,49 +33,66 @@ class Staging:
         self.folder = target.with_name(target.name + ".incomplete")
         if target.exists():
             raise ConversionError(f"{target} exists; remove it, or choose another name")
-        self.resumed = self.folder.exists()
-        if self.resumed and self._job() != job:
-            raise ConversionError(
-                f"{self.folder} holds an interrupted conversion of another source or with other settings; remove it"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        written = sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
-        free = shutil.disk_usage(self.folder).free
-        if needed_bytes - written > free:
-            if not self.resumed:
-                self.folder.rmdir()
-            raise ConversionError(
-                f"{target} needs {_gb(needed_bytes - written)}, but only {_gb(free)} are free on its file system"
-            )
-        if not self.resumed:
+        with _explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            written = [path for path in self.folder.iterdir() if path.is_file() and path.name not in (JOB, LOCK)]
+            if written and self._job() != job:
+                raise ConversionError(
+                    f"{self.folder} holds an interrupted conversion of another source or with other settings; remove it"
+                )
+            missing = needed_bytes - sum(path.stat().st_size for path in written)
+            free = shutil.disk_usage(self.folder).free
+            if missing > free:
+                if not written:
+                    shutil.rmtree(self.folder)
+                raise ConversionError(
+                    f"{target} needs {missing / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on its file system"
+                )
             (self.folder / JOB).write_text(json.dumps(job), encoding="utf-8")
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """The folder to write to; a file system error is explained, and what was written is kept for the next run.
+        """The folder to write to; what was written when an error leaves it is kept for the next run.
 
         Raises:
-            ConversionError: names the folder and what the file system said.
+            ConversionError: names the file and what the file system said.
         """
-        try:
+        with self._lock, _explained(self.folder):
             yield self.folder
-        except OSError as error:
-            raise ConversionError(
-                f"cannot write {error.filename or self.folder}: {error.strerror or error}; what is complete was kept in "
-                f"{self.folder}: run the same command again to go on from there"
-            ) from error
 
     def finish(self) -> None:
         """Give the folder its name."""
         (self.folder / JOB).unlink()
+        (self.folder / LOCK).unlink()
         os.replace(self.folder, self.target)
 
-    def _job(self) -> "dict | None":
+    def _take_lock(self) -> IO:
+        """Held until `writing` ends, so that two conversions never write to one folder."""
+        lock = open(self.folder / LOCK, "wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConversionError(f"another process is writing {self.folder}") from None
+        return lock
+
+    def _job(self) -> Optional[dict]:
         path = self.folder / JOB
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # interrupted before the first byte, or not ours
+        except (FileNotFoundError, ValueError):  # not one of ours
             return None
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConversionError(
+            f"cannot write {error.filename or folder}: {error.strerror or error}; what is complete was kept in "
+            f"{folder}: run the same command again to go on from there"
+        ) from error
 
 
 def fingerprint(folder: Path) -> dict[str, list[int]]:
@@ -82,7 +102,3 @@ def fingerprint(folder: Path) -> dict[str, list[int]]:
         for path in sorted(folder.iterdir())
         if path.is_file()
     }
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"

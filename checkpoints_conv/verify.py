@@ -5,9 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator, Optional
 
+import torch
 from torch import Tensor
 
-from checkpoints_conv.checkpoint import Checkpoint, digest_bytes
+from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.forward import logprobs, sample_tokens
 from checkpoints_conv.progress import byte_progress
 
@@ -86,4 +87,4 @@ def _difference(name: str, ours: Tensor, theirs: Optional[Tensor], digest: str) 
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(digest_bytes(tensor)).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()

@@ -11,7 +11,7 @@ LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
 
-def layer_rule(kind: type[Rule], megatron: str, hf: "dict[str, tuple]") -> Rule:
+def layer_rule(kind: type[Rule], megatron: str, hf: dict[str, tuple]) -> Rule:
     """A rule inside a layer: `hf` maps HF names to shapes, both sides relative to the layer."""
     return kind(LAYER + megatron, tuple(HF_LAYER + name for name in hf), tuple(hf.values()))
 
@@ -159,7 +159,7 @@ class Family:
         if "sliding_attention" in (config.get("layer_types") or ()):
             raise ConversionError("config.json has 'sliding_attention' in layer_types: sliding window is not supported")
 
-    def _rope(self, config: dict) -> "tuple[float, float | None]":
+    def _rope(self, config: dict) -> tuple[float, Optional[float]]:
         """RoPE base and Llama 3 factor from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         theta = rope.get("rope_theta", config.get("rope_theta"))

@@ -106,8 +106,11 @@ def _wrong_tied_copies(chunk: torch.nn.Module, spec: ModelSpec, source: HfFolder
     return wrong
 
 
-def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path) -> list[str]:
-    """Load the converter's checkpoint by Megatron's loader, then save it by Megatron's.
+def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path, per_layer: bool = False) -> list[str]:
+    """Load the converter's checkpoint by Megatron's loader, then save it by Megatron's, beside an optimizer's state.
+
+    Args:
+        per_layer: save one key per layer.
 
     Returns:
         Parameters that differ from loading the Hugging Face folder.
@@ -115,8 +118,12 @@ def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path) -> list[str]
     chunks, spec = loaded(folder)
     others = build_model(spec, initialise=True)
     load_dist_checkpoint(others, checkpoint)
-    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(others)}
-    if torch.distributed.get_rank() == 0:
+    metadata = {"non_homogeneous_layers": True} if per_layer else None
+    state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(others)}
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg", torch.ones(3), (0, rank, world))
+    state |= {"optimizer": {"exp_avg": moment}, "iteration": 7}
+    if rank == 0:
         saved.mkdir()
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(saved))

@@ -1,11 +1,13 @@
 """The command: round trips, resuming, atomic results, damaged checkpoints, verify and inspect."""
 
+import fcntl
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,13 +18,12 @@ from safetensors.torch import load_file, save_file
 from checkpoints_conv import dist_writer
 from checkpoints_conv.__main__ import main
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.hf_writer import shard_names
 from checkpoints_conv.safetensors_writer import SafetensorsWriter
-from checkpoints_conv.to_hf import to_hf
-from checkpoints_conv.to_megatron import to_megatron
-from tests.checkpoints_conv.family_models import VARIANTS
+from checkpoints_conv.convert import to_hf, to_megatron
+from tests.checkpoints_conv.family_models import VARIANTS, config_json
+from tools.make_random_checkpoint import make_random_checkpoint
 
 SIDE = {
     "generation_config.json": '{"temperature": 0.6}',
@@ -164,9 +165,9 @@ def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units
     assert same(folder, tmp_path / "back")
 
 
-def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, monkeypatch):
+def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
     with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_unit", 0)
+        interrupt_after(patch, dist_writer.DistWriter, "_write_unit", 1)
         with pytest.raises(Interrupt):
             to_megatron(folder, tmp_path / "megatron")
     with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
@@ -194,6 +195,58 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 from checkpoints_conv.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+def test_two_conversions_never_write_to_one_folder(folder, tmp_path):
+    (tmp_path / "megatron.incomplete").mkdir()
+    with open(tmp_path / "megatron.incomplete" / "conversion.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConversionError, match="another process is writing"):
+            to_megatron(folder, tmp_path / "megatron")
+    to_megatron(folder, tmp_path / "megatron")
+
+
+def test_a_place_that_cannot_be_written_is_named(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"cannot write .*file/megatron.incomplete: Not a directory"):
+        to_megatron(folder, tmp_path / "file" / "megatron")
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Both ways, a checkpoint of 115 MB takes no more anonymous memory than its largest tensors."""
+    config = config_json("qwen2", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=1000)
+    make_random_checkpoint(config, tmp_path / "hf")
+    largest = 2 * 4096 * 1024  # bytes
+    with AnonymousMemory() as memory:
+        to_megatron(tmp_path / "hf", tmp_path / "megatron")
+        to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert same(tmp_path / "hf", tmp_path / "back")
+    assert memory.growth < 3 * largest < sum(path.stat().st_size for path in (tmp_path / "hf").iterdir()) / 4
+
+
+class AnonymousMemory:
+    """Samples this process's anonymous resident memory; `growth` is its peak, in bytes, over that at the start."""
+
+    growth = 0
+
+    def __enter__(self) -> "AnonymousMemory":
+        self._start, self._done = self._now(), threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self.growth = max(self.growth, self._now() - self._start)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 @pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
@@ -325,8 +378,3 @@ def test_pickled_weights_convert_on_request(models, tmp_path):
     assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron") == 2
     assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron", "--allow-pickle") == 0
     assert run("verify", models("llama"), tmp_path / "megatron") == 0
-
-
-def test_family_table_is_the_only_list_of_families(models):
-    """A family is found by its file alone."""
-    assert family_of(read_config(models("mistral"))).architecture == "MistralForCausalLM"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families import family_of
+from checkpoints_conv.families import FAMILIES, family_of
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.spec import ModelSpec
-from tests.checkpoints_conv.family_models import LLAMA3_ROPE, VARIANTS, config_json, tiny_spec
+from tests.checkpoints_conv.family_models import ARCHITECTURES, LLAMA3_ROPE, VARIANTS, config_json, tiny_spec
 
 
 def spec_of(config: dict) -> ModelSpec:
@@ -51,6 +51,11 @@ def test_real_models_by_shape(model_configs, name):
         assert math.prod(whole) == sum(map(math.prod, parts))
         if rule.tp_dim is not None and not rule.vocab:
             assert all(part[rule.tp_dim] % tp == 0 for part in parts for tp in tensor_sizes)
+
+
+def test_every_family_has_its_tiny_model():
+    """So every law here, round trips and parity included, holds for a family that is added."""
+    assert set(FAMILIES) == set(ARCHITECTURES.values())
 
 
 def test_real_llama_keeps_its_rope_factor(model_configs):

@@ -49,6 +49,7 @@ def edit_config(folder: Path, **changes) -> None:
 
 
 NORM = "model.norm.weight"
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def test_an_intact_folder_passes(folder):
@@ -129,7 +130,7 @@ def test_quantised_tensor(folder):
         ({"head_dim": 16}, "q_proj.weight"),
         ({"vocab_size": 132}, r"embed_tokens.weight is \[131, 64\], the config asks for \[132, 64\]"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
-        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": {"rope_theta": 1e4}}, "missing: .*q_proj.bias"),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": PLAIN_ROPE}, "q_proj.bias"),
     ],
 )
 def test_one_changed_field_of_the_config_is_noticed(folder, change, named):
@@ -147,10 +148,15 @@ def test_untied_config_over_tied_weights(models, tmp_path):
 
 def test_tied_checkpoint_may_repeat_its_embedding(models, tmp_path):
     folder = Path(shutil.copytree(models("llama", True, max_shard_size="1GB"), tmp_path / "tied"))
-    edit_shard(
-        folder / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
-    )
+    embedding = HfFolder(folder).tensor("model.embed_tokens.weight").clone()
+    edit_shard(folder / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": embedding}))
     check(folder)
+
+
+def test_two_sets_of_weights(folder):
+    save_file({NORM: torch.zeros(64)}, folder / "model.safetensors")
+    with pytest.raises(ConversionError, match="has both model.safetensors and model.safetensors.index.json"):
+        HfFolder(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from checkpoints_conv.hf_folder import HfFolder
-from checkpoints_conv.to_hf import to_hf
-from checkpoints_conv.to_megatron import to_megatron
+from checkpoints_conv.convert import to_hf, to_megatron
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.family_models import VARIANTS
 from tests.checkpoints_conv.ranks import Layout
@@ -54,6 +53,19 @@ def test_converted_checkpoint_loads_in_every_layout(ranks, models, tmp_path, lay
     by_rank = ranks.run(layout, tmp_path / "store", jobs.each, jobs.load_and_save_dist, arguments)
     for (folder, converted, saved), *differing in zip(arguments, *by_rank, strict=True):
         assert differing == [[]] * layout.size, converted
+        to_hf(saved, saved.with_name("back"), hf_files=folder)
+        same_tensors(folder, saved.with_name("back"))
+
+
+def test_a_checkpoint_with_one_key_per_layer_converts(ranks, models, tmp_path):
+    folders = [models("qwen2", True), models("qwen3_moe")]
+    arguments = []
+    for folder in folders:
+        work = tmp_path / folder.name
+        to_megatron(folder, work / "megatron")
+        arguments.append((folder, work / "megatron", work / "saved", True))
+    ranks.run(Layout(tensor=2, pipeline=2), tmp_path / "store", jobs.each, jobs.load_and_save_dist, arguments)
+    for folder, _, saved, _ in arguments:
         to_hf(saved, saved.with_name("back"), hf_files=folder)
         same_tensors(folder, saved.with_name("back"))
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints_conv.dist_keys import LOCAL_MOE_NORM, STACKED_MOE_NORM
+from checkpoints_conv.dist_keys import local_spec_key
 from checkpoints_conv.hf_folder import HfFolder
 from checkpoints_conv.mapping import ModelMapping, canonical_name
-from checkpoints_conv.to_hf import to_hf
-from checkpoints_conv.to_megatron import to_megatron
+from checkpoints_conv.convert import to_hf, to_megatron
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.family_models import VARIANTS, tiny_spec
 from tests.checkpoints_conv.ranks import Layout
@@ -105,7 +104,7 @@ def test_both_specs_share_their_keys(case, ranks, models, tmp_path):
     family, tied, _, report = case
     (local,) = ranks.run(Layout(), tmp_path / "store", jobs.sharded_keys, models(family, tied))
     extra = {key for key in report["keys"] if "norm._extra_state" in key}
-    ours = {key.replace(STACKED_MOE_NORM, LOCAL_MOE_NORM) for key in set(report["keys"]) - extra}
+    ours = set(map(local_spec_key, set(report["keys"]) - extra))
     assert ours == set(local)
     assert {key.split("._extra_state")[0].split(".")[-1] for key in extra} <= {
         "final_layernorm",
