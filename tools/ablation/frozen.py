@@ -60,9 +60,10 @@ class FrozenStudy:
             of_batches = [lemma_factors(await self.batch(number, turns)) for number in range(batches)]
             factors[turns] = _mean_by_agent(of_batches)
         largest = {
-            turns: max(values.get("baseline_inflation", 0.0) for values in agents.values()) for turns, agents in factors.items()
+            turns: max((values.get("baseline_inflation", 0.0) for values in agents.values()), default=0.0)
+            for turns, agents in factors.items()
         }
-        return max(largest, key=largest.__getitem__), factors
+        return max(largest, key=lambda turns: (largest[turns], turns)), factors
 
     async def compare(self, max_turns: int, batches: int, advance: Callable[[], None]) -> dict[str, dict]:
         """Gradient norms by policy and E[A^2] by agent of every variant, on the same batches.
