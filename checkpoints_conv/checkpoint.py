@@ -41,7 +41,7 @@ class Checkpoint:
         self.shapes = self.mapping.hf_shapes()
         if self.megatron:
             reader = DistReader(folder, self.mapping)
-            self._read = reader.read
+            self._read = lambda name: [(hf_name, torch.cat(blocks)) for hf_name, blocks in reader.read(name)]
             self.dtypes = {
                 hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
             }

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
@@ -13,7 +13,7 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
-from checkpoints_conv.progress import byte_progress
+from checkpoints_conv.progress import byte_progress, run_parallel
 from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry, file_bytes
 from checkpoints_conv.staging import Staging, fingerprint
 
@@ -102,12 +102,15 @@ def to_hf(
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{megatron.name} -> Hugging Face", total) as advance:
         shards = plan_shards(entries, max_shard_bytes)
-        stream = _Shards(beside, shards)
-        for name, entry in mapping.entries.items():
-            if stream.wants(entry.hf):
-                for hf_name, tensor in reader.read(name):
-                    stream.write(hf_name, tensor if dtype is None else tensor.to(dtype))
-            advance(sum(stream.entries[hf_name].bytes for hf_name in entry.hf))
+        files = [beside / name for name in shard_names(len(shards))]
+
+        def write_shard(number: int) -> None:
+            if not _is_whole(files[number], shards[number]):
+                _write_shard(files[number], shards[number], reader, mapping, advance)
+            else:
+                advance(sum(entry.bytes for entry in shards[number]))
+
+        run_parallel(write_shard, range(len(shards)))
         write_index(beside, shards)
         copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
         staging.finish()
@@ -137,32 +140,22 @@ def _common_dtype(name: str, mapping: ModelMapping, folder: HfFolder) -> torch.d
     return dtypes.pop()
 
 
-class _Shards:
-    """Shard files written in order; those that an interrupted run has finished are left as they are.
+def _is_whole(file: Path, shard: list[TensorEntry]) -> bool:
+    """Whether an interrupted run finished this shard; a power failure may have truncated it."""
+    return file.is_file() and file.stat().st_size == file_bytes(shard)
 
-    A Megatron parameter's HF tensors may lie in two shards: a shard is closed when its last tensor has come.
-    """
 
-    def __init__(self, folder: Path, shards: list[list[TensorEntry]]):
-        self.entries = {entry.name: entry for shard in shards for entry in shard}
-        self._file: dict[str, Path] = {}
-        self._left: dict[Path, list[TensorEntry]] = {}
-        for file, shard in zip(shard_names(len(shards)), shards, strict=True):
-            path = folder / file
-            if not path.is_file() or path.stat().st_size != file_bytes(shard):
-                self._left[path] = list(shard)
-                self._file.update((entry.name, path) for entry in shard)
-        self._writers: dict[Path, SafetensorsWriter] = {}
-
-    def wants(self, names: tuple[str, ...]) -> bool:
-        return any(name in self._file for name in names)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        path = self._file.get(name)
-        if path is None:
-            return
-        if path not in self._writers:
-            self._writers[path] = SafetensorsWriter(path, self._left[path])
-        self._writers[path].write(name, tensor)
-        if not self._writers[path].missing:
-            self._writers.pop(path).close()
+def _write_shard(
+    file: Path, shard: list[TensorEntry], reader: DistReader, mapping: ModelMapping, advance: Callable[[int], None]
+) -> None:
+    """A Megatron parameter whose HF tensors lie in two shards is read for each of them."""
+    entries = {entry.name: entry for entry in shard}
+    writer = SafetensorsWriter(file, shard)
+    for name, entry in mapping.entries.items():
+        if entries.keys().isdisjoint(entry.hf):
+            continue
+        for hf_name, blocks in reader.read(name):
+            if hf_name in entries:
+                writer.write(hf_name, [block.to(entries[hf_name].dtype) for block in blocks])
+                advance(entries[hf_name].bytes)
+    writer.close()

@@ -77,40 +77,45 @@ class DistReader:
         """Dtype of a parameter by its global Megatron name."""
         return self._stored(name).properties.dtype
 
-    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The HF tensors of a parameter by its global Megatron name, without vocabulary padding.
+    def read(self, name: str) -> Iterator[tuple[str, list[Tensor]]]:
+        """The HF tensors of a parameter by its global Megatron name, without vocabulary padding, as blocks of rows.
 
-        Where the checkpoint holds an HF tensor's rows in one chunk, the tensor is backed by the mapped file.
+        Where the checkpoint holds whole rows in one chunk, the block is backed by the mapped file.
 
         Raises:
             ConversionError: a file that is missing or truncated, or that does not hold all of the parameter.
         """
         entry, spec = self.mapping.entry(name), self.mapping.spec
         if not entry.rule.stacked:
-            yield from self.mapping.to_hf(name, [self._rows(name, 0, entry.rule.megatron_shape(spec)[0])])
+            whole = torch.cat(self._rows(name, 0, entry.rule.megatron_shape(spec)[0]))
+            yield from ((hf_name, [tensor]) for hf_name, tensor in self.mapping.to_hf(name, [whole]))
             return
         start = 0
         for hf_name, shape in zip(entry.hf, entry.rule.shapes(spec), strict=True):
             yield hf_name, self._rows(name, start, shape[0])
             start += shape[0]
 
-    def _rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows [start, start + count) of a whole parameter."""
+    def _rows(self, name: str, start: int, count: int) -> list[Tensor]:
+        """Rows [start, start + count) of a whole parameter, as blocks one below the other."""
         place, stored = self.places[name], self._stored(name)
-        shape = (count, *self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)[1:])
-        box = ChunkStorageMetadata(
-            torch.Size((*place.index, start, *[0] * (len(shape) - 1))), torch.Size((*[1] * len(place.index), *shape))
-        )
-        items = create_read_items_for_chunk_list(place.key, stored, [box])
+        shape = self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)
+        leading = len(place.index)
+        offsets = torch.Size((*place.index, start, *[0] * (len(shape) - 1)))
+        sizes = torch.Size((*[1] * leading, count, *shape[1:]))
+        items = create_read_items_for_chunk_list(place.key, stored, [ChunkStorageMetadata(offsets, sizes)])
         held = sum(item.lengths.numel() for item in items)
-        if held != box.sizes.numel():
-            raise ConversionError(f"{self.folder} holds {held} of {box.sizes.numel()} elements of {name!r}")
-        if len(items) == 1:
-            return _box(self._chunk(items[0]), items[0].storage_offsets, items[0].lengths).view(shape)
-        target = torch.empty(box.sizes, dtype=stored.properties.dtype)
+        if held != sizes.numel():
+            raise ConversionError(f"{self.folder} holds {held} of {sizes.numel()} elements of {name!r}")
+        if all(item.lengths[leading + 1 :] == sizes[leading + 1 :] for item in items):  # whole rows
+            items.sort(key=lambda item: item.dest_offsets[leading])
+            return [self._part(item).reshape(-1, *shape[1:]) for item in items]
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
         for item in items:
-            _box(target, item.dest_offsets, item.lengths).copy_(_box(self._chunk(item), item.storage_offsets, item.lengths))
-        return target.view(shape)
+            _box(target, item.dest_offsets, item.lengths).copy_(self._part(item))
+        return [target.view(count, *shape[1:])]
+
+    def _part(self, item: ReadItem) -> Tensor:
+        return _box(self._chunk(item), item.storage_offsets, item.lengths)
 
     def _chunk(self, item: ReadItem) -> Tensor:
         """The stored chunk that an item reads from."""

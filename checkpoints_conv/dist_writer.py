@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoints_conv.dist_keys import extra_state_keys, local_spec_key, place_of
 from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.progress import run_parallel
 
 CHUNK_BYTES = 256 * 2**20  # rows of a larger tensor are written as several chunks
 UNIT_BYTES = 2**30  # what an interruption can cost
@@ -76,20 +77,33 @@ class DistWriter:
         self.units = list(self._plan())
 
     def write(self) -> None:
-        """Write the units that are not there yet, then the checkpoint's metadata."""
-        results: list[list[WriteResult]] = []
-        for number, items in enumerate(self.units):
-            done = self.folder / f"__{number}.written"
-            if done.is_file() and self._is_whole(items, pickle.loads(done.read_bytes())):
-                self.written(sum(map(_bytes, items)))
-            else:
-                beside = done.with_suffix(".part")
-                beside.write_bytes(pickle.dumps(self._write_unit(number, items)))
-                os.replace(beside, done)
-            results.append(pickle.loads(done.read_bytes()))
+        """Write the units that are not there yet, two at a time, then the checkpoint's metadata."""
+        checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
+        try:
+            results = run_parallel(self._write_unit, range(len(self.units)))
+        finally:
+            torch.serialization.set_crc32_options(checksums)
         FileSystemWriter(self.folder, sync_files=False).finish(Metadata(self._metadata), results)
         for number in range(len(self.units)):
-            (self.folder / f"__{number}.written").unlink()
+            self._record(number).unlink()
+
+    def _record(self, number: int) -> Path:
+        """Where the results of a finished unit are kept for the metadata."""
+        return self.folder / f"__{number}.written"
+
+    def _write_unit(self, number: int) -> list[WriteResult]:
+        items, record = self.units[number], self._record(number)
+        if record.is_file():
+            results = pickle.loads(record.read_bytes())
+            if self._is_whole(items, results):
+                self.written(sum(map(_bytes, items)))
+                return results
+        results = self._write_items(number, items)
+        beside = record.with_suffix(".part")
+        beside.write_bytes(pickle.dumps(results))
+        os.replace(beside, record)
+        return results
 
     def _is_whole(self, items: list[WriteItem], results: list[WriteResult]) -> bool:
         """Whether an interrupted run wrote these items, and the file has its full size: a power failure may truncate it."""
@@ -99,21 +113,17 @@ class DistWriter:
         end = max(result.storage_data.offset + result.storage_data.length for result in results)
         return file.is_file() and file.stat().st_size == end
 
-    def _write_unit(self, number: int, items: list[WriteItem]) -> list[WriteResult]:
+    def _write_items(self, number: int, items: list[WriteItem]) -> list[WriteResult]:
         writer = FileSystemWriter(self.folder, sync_files=False)
         # A rank of its own gives every unit a file of its own.
         writer.set_up_storage_writer(True, rank=number, use_collectives=False)
         plan = writer.prepare_local_plan(SavePlan(items))
-        checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
         try:
             return writer.write_data(plan, _LazyPlanner(self._resolve)).value()
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch.save, closing its archive on a full disk
                 raise error.__context__ from error
             raise
-        finally:
-            torch.serialization.set_crc32_options(checksums)
 
     def _resolve(self, item: WriteItem) -> "Tensor | io.BytesIO":
         if item.type == WriteItemType.BYTE_IO:

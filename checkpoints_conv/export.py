@@ -107,7 +107,7 @@ def _write_stage(tensors: Iterator[tuple[str, Tensor]], shards: list[list[Tensor
         writer = SafetensorsWriter(file, shard)
         for _ in shard:
             name, tensor = next(tensors)
-            writer.write(name, tensor.cpu())
+            writer.write(name, [tensor.cpu()])
         writer.close()
 
 

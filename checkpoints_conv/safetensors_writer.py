@@ -56,13 +56,16 @@ class SafetensorsWriter:
         self._file = open(self._beside, "wb")
         self._file.write(header)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor."""
+    def write(self, name: str, blocks: Sequence[Tensor]) -> None:
+        """Write one tensor, given as blocks of its rows (a single block: the whole tensor)."""
         entry = self._entries.get(name)
-        if entry is None or (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
-            raise ConversionError(f"{self.path}: {name!r} {list(tensor.shape)} {tensor.dtype} was not announced, but {entry}")
+        rows = sum(len(block) for block in blocks)
+        if entry is None or any((rows, *block.shape[1:], block.dtype) != (*entry.shape, entry.dtype) for block in blocks):
+            shapes = [(list(block.shape), block.dtype) for block in blocks]
+            raise ConversionError(f"{self.path}: {name!r} in blocks {shapes} was not announced, but {entry}")
         self._file.seek(self._offsets[name])
-        self._file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        for block in blocks:
+            self._file.write(block.contiguous().view(torch.uint8).numpy().data)
         self.missing.discard(name)
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def make_random_checkpoint(config: dict, out: Path, dtype: torch.dtype = torch.b
                 start = int(torch.randint(BLOCK, (1,), generator=generator))
                 count = torch.Size(entry.shape).numel()
                 rolled = torch.cat([block[start:], block[:start]])
-                writer.write(entry.name, rolled.repeat(-(-count // BLOCK))[:count].view(entry.shape))
+                writer.write(entry.name, [rolled.repeat(-(-count // BLOCK))[:count].view(entry.shape)])
                 advance(entry.bytes)
             writer.close()
     write_index(out, shards)
