@@ -1,29 +1,45 @@
 """Make the tiny team: `python -m tools.tiny_team --out DIR`.
 
-Writes DIR/qwen2 and DIR/llama (Hugging Face folders), corpus.jsonl, train.jsonl, dev.jsonl and eval.jsonl.
+Writes DIR/qwen2 and DIR/llama, the warm-started policies as Hugging Face folders, and corpus.jsonl, train.jsonl,
+dev.jsonl and eval.jsonl.  The policies are those shipped in tools/tiny_team/weights, which `--retrain` makes anew.
 """
 
 import argparse
 import shutil
 from pathlib import Path
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from tools.tiny_team.data import write_data
-from tools.tiny_team.models import POLICIES, build_model, save_policy
+from tools.tiny_team.warm_start import RECIPES, make_policies
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 
+def retrain(out: Path) -> None:
+    """Make the policies anew, with a progress bar for each."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bars:
+        tasks = {policy: bars.add_task(policy, total=recipe.steps) for policy, recipe in RECIPES.items()}
+        for report in make_policies(out):
+            description = f"{report['policy']} loss {report['loss']:.3f}"
+            bars.update(tasks[report["policy"]], completed=report["step"], description=description)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.tiny_team", description=__doc__.split("\n")[0])
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.tiny_team", description="Make the tiny search team and its world.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the generated worlds")
+    parser.add_argument("--seed", type=int, default=0, help="of the generated worlds (default: 0)")
+    parser.add_argument("--retrain", action="store_true", help="make the warm-started policies anew instead of copying the shipped ones")
     args = parser.parse_args()
     write_data(args.out, args.seed)
-    for policy in POLICIES:
-        if (WEIGHTS / policy).is_dir():
+    if args.retrain:
+        retrain(args.out)
+    else:
+        for policy in RECIPES:
             shutil.copytree(WEIGHTS / policy, args.out / policy, dirs_exist_ok=True)
-        else:
-            save_policy(build_model(policy, args.seed), args.out / policy)
+    print(f"tiny team: {args.out}")
 
 
 if __name__ == "__main__":

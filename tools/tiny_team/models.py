@@ -1,9 +1,10 @@
 """The tiny team's two model families, about a million parameters each, as Hugging Face folders."""
 
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tools.tiny_team.tokenizer import END, PAD, build_tokenizer, save_tokenizer
 
@@ -54,3 +55,13 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, do_sample=True)
     model.save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def store_policy(folder: Path, to: Path) -> None:
+    """Copy a policy's folder with the weights rounded to bfloat16, which halves them; replaces what is at `to`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    beside = to.with_name(to.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    save_policy(model, beside)
+    shutil.rmtree(to, ignore_errors=True)
+    beside.rename(to)
