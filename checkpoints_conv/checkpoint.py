@@ -41,7 +41,7 @@ class Checkpoint:
         self.shapes = self.mapping.hf_shapes()
         if self.megatron:
             reader = DistReader(folder, self.mapping)
-            self._read = lambda name: [(hf_name, torch.cat(blocks)) for hf_name, blocks in reader.read(name)]
+            self._read = lambda name: [(hf_name, _joined(blocks)) for hf_name, blocks in reader.read(name)]
             self.dtypes = {
                 hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
             }
@@ -65,6 +65,10 @@ class Checkpoint:
 
     def dtype_names(self) -> str:
         return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}))
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def inspect(folder: Path, hf_files: Optional[Path] = None) -> str:

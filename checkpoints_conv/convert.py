@@ -6,6 +6,7 @@ from typing import Callable, Optional
 
 import torch
 
+from checkpoints_conv.dist_keys import place_of
 from checkpoints_conv.dist_reader import DistReader
 from checkpoints_conv.dist_writer import DistWriter
 from checkpoints_conv.errors import ConversionError
@@ -46,8 +47,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
     mapping = ModelMapping(spec)
     folder = HfFolder(hf, allow_pickle)
     folder.check(mapping)
-    dtypes = {name: dtype or _common_dtype(name, mapping, folder) for name in mapping.megatron_names()}
-
+    dtypes = dict.fromkeys(mapping.megatron_names(), dtype) if dtype else _stored_dtypes(mapping, folder)
     job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": fingerprint(hf), "dtype": str(dtype)}
     total = sum(
         torch.Size(entry.rule.megatron_shape(spec)).numel() * dtypes[name].itemsize
@@ -106,7 +106,7 @@ def to_hf(
 
         def write_shard(number: int) -> None:
             if not _is_whole(files[number], shards[number]):
-                _write_shard(files[number], shards[number], reader, mapping, advance)
+                _write_shard(files[number], shards[number], reader, dtype, advance)
             else:
                 advance(sum(entry.bytes for entry in shards[number]))
 
@@ -131,13 +131,24 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     return side
 
 
-def _common_dtype(name: str, mapping: ModelMapping, folder: HfFolder) -> torch.dtype:
-    """The dtype of the HF tensors that one parameter is made of."""
-    hf_names = mapping.entry(name).hf
-    dtypes = {folder.dtypes[hf_name] for hf_name in hf_names}
-    if len(dtypes) > 1:
-        raise ConversionError(f"{', '.join(hf_names)} become one tensor but differ in dtype; choose one with --dtype")
-    return dtypes.pop()
+def _stored_dtypes(mapping: ModelMapping, folder: HfFolder) -> dict[str, torch.dtype]:
+    """The dtype of every Megatron parameter; one for all that lie under one key of the checkpoint.
+
+    Raises:
+        ConversionError: names two HF tensors of one key whose dtypes differ.
+    """
+    first: dict[str, str] = {}  # key -> its first HF tensor
+    dtypes = {}
+    for name, entry in mapping.entries.items():
+        for hf_name in entry.hf:
+            other = first.setdefault(place_of(name, mapping).key, hf_name)
+            if folder.dtypes[hf_name] != folder.dtypes[other]:
+                raise ConversionError(
+                    f"{other} is {folder.dtypes[other]} and {hf_name} is {folder.dtypes[hf_name]}, but Megatron stores them "
+                    "in one tensor; choose a dtype with --dtype"
+                )
+            dtypes[name] = folder.dtypes[hf_name]
+    return dtypes
 
 
 def _is_whole(file: Path, shard: list[TensorEntry]) -> bool:
@@ -146,16 +157,20 @@ def _is_whole(file: Path, shard: list[TensorEntry]) -> bool:
 
 
 def _write_shard(
-    file: Path, shard: list[TensorEntry], reader: DistReader, mapping: ModelMapping, advance: Callable[[int], None]
+    file: Path,
+    shard: list[TensorEntry],
+    reader: DistReader,
+    dtype: Optional[torch.dtype],
+    advance: Callable[[int], None],
 ) -> None:
     """A Megatron parameter whose HF tensors lie in two shards is read for each of them."""
     entries = {entry.name: entry for entry in shard}
     writer = SafetensorsWriter(file, shard)
-    for name, entry in mapping.entries.items():
+    for name, entry in reader.mapping.entries.items():
         if entries.keys().isdisjoint(entry.hf):
             continue
         for hf_name, blocks in reader.read(name):
             if hf_name in entries:
-                writer.write(hf_name, [block.to(entries[hf_name].dtype) for block in blocks])
+                writer.write(hf_name, blocks if dtype is None else [block.to(dtype) for block in blocks])
                 advance(entries[hf_name].bytes)
     writer.close()

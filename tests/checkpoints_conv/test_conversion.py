@@ -94,13 +94,16 @@ def test_dtype_is_cast_and_told_in_the_config(folder, tmp_path):
     assert all(torch.equal(back[name], tensor.bfloat16()) for name, tensor in tensors(folder).items())
 
 
-def test_mixed_dtypes_in_one_parameter_need_a_choice(folder, tmp_path):
-    shard = next(path for path in folder.glob("*.safetensors") if any("k_proj.weight" in n for n in load_file(path)))
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.input_layernorm.weight"])
+def test_mixed_dtypes_in_one_megatron_tensor_need_a_choice(folder, tmp_path, name):
+    """Within one parameter, or from layer to layer: Megatron stacks the layers."""
+    shard = folder / HfFolder(folder).file_of[name]
     held = load_file(shard)
-    name = next(n for n in held if n.endswith("k_proj.weight"))
     save_file({**held, name: held[name].bfloat16()}, shard, metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=f"{name}.*differ in dtype"):
+    with pytest.raises(ConversionError, match=f"{name} is torch.bfloat16.*--dtype"):
         to_megatron(folder, tmp_path / "megatron")
+    to_megatron(folder, tmp_path / "megatron", torch.float32)
+    assert run("verify", folder, tmp_path / "megatron") == 1
 
 
 class Interrupt(KeyboardInterrupt):
