@@ -1,20 +1,19 @@
 """The tiny team's tokenizer: one token for a word, two for a name, and bytes for everything else.
 
-A Unigram model over byte-level text whose pieces are the words of the generated worlds (with the space before them),
-the syllables of names and the agents' tags.  All 256 bytes are pieces too, so any text survives the round trip.
+Qwen2's byte-level tokenizer without merges, to which the words of the generated worlds (with the space before them),
+the syllables of names and the agents' marks and tags are added as tokens.  It has Qwen2's class because transformers
+loads no other for a Qwen2 model; the Llama model shares it.
 """
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, Qwen2Tokenizer
 
 from tools.tiny_team.names import CLOSINGS, OPENINGS
 from tools.tiny_team.world import RELATIONS
 
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 PAD, END = 0, 1
 
 TAGS = [f"<{slash}{tag}>" for tag in ("verify", "search", "answer") for slash in ("", "/")]
@@ -30,7 +29,6 @@ PIECES = [
     "\nquestion:", "\nsearch:", "\nfound:",
     "yes", "no", "?", ".",
 ]
-BYTE_SCORE = -20.0  # against -1 for a piece: bytes only where no piece fits
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -41,21 +39,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> Qwen2Tokenizer:
     """The tokenizer with its chat template; token 0 pads, token 1 ends a response."""
-    def byte_level(text: str) -> str:
-        return "".join(piece for piece, _ in ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text))
-
-    pieces = [byte_level(piece) for piece in PIECES]
-    scores = {symbol: BYTE_SCORE for symbol in sorted(ByteLevel.alphabet())} | {piece: -1.0 for piece in pieces}
-    tokenizer = Tokenizer(Unigram([(token, 0.0) for token in SPECIAL] + list(scores.items()), unk_id=None, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[PAD], eos_token=SPECIAL[END], chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False, model_max_length=2048,
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *sorted(ByteLevel.alphabet())])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab, merges=[], unk_token=SPECIAL[PAD], pad_token=SPECIAL[PAD], eos_token=SPECIAL[END],
+        extra_special_tokens=SPECIAL[2:], chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in PIECES])
+    return tokenizer
 
 
 def save_tokenizer(folder: Path) -> None:
