@@ -112,9 +112,11 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     Raises:
         ConfigError: an example is longer than the model, or the chat template changes a prompt once it is answered.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(config.policy.model, local_files_only=True)
+    from megatron_drmas.rollout.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.policy.model)
     longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
     examples = []
     for dialogue in dialogues:

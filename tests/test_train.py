@@ -51,7 +51,9 @@ def test_a_run_that_is_continued_equals_an_undisturbed_one_bit_for_bit(train):
         assert (continued / weights.relative_to(undisturbed)).read_bytes() == weights.read_bytes()
     summary = json.loads((continued / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["max_prob_ratio"] <= 1.01 and summary["max_logprob_diff"] <= 1e-3
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from megatron_drmas.rollout.tokenizer import load_tokenizer
 
     for folder in (continued / "hf").iterdir():
-        assert AutoModelForCausalLM.from_pretrained(folder).dtype.itemsize == 4 and AutoTokenizer.from_pretrained(folder).chat_template
+        assert AutoModelForCausalLM.from_pretrained(folder).dtype.itemsize == 4 and load_tokenizer(str(folder)).chat_template

@@ -3,14 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder.
+
+    A tokenizer.json is taken as it is.  `AutoTokenizer` would rebuild parts of it by the model's architecture, and a Qwen2
+    model with a tokenizer of its own would see other ids than it was trained on.
+    """
+    loader = PreTrainedTokenizerFast if (Path(model) / "tokenizer.json").is_file() else AutoTokenizer
+    return loader.from_pretrained(model, local_files_only=True)
 
 
 class ChatTokenizer:
     """Messages → prompt ids, sampled ids → text.
-
-    A tokenizer.json is taken as it is.  `AutoTokenizer` would rebuild parts of it by the model's architecture, and a Qwen2
-    model with a tokenizer of its own would see other ids than it was trained on.
 
     Args:
         model: Hugging Face folder.
@@ -18,8 +25,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, model: str, template_options: dict[str, Any]):
-        loader = PreTrainedTokenizerFast if (Path(model) / "tokenizer.json").is_file() else AutoTokenizer
-        self._tokenizer = loader.from_pretrained(model, local_files_only=True)
+        self._tokenizer = load_tokenizer(model)
         self._options = template_options
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
