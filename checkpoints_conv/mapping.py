@@ -169,9 +169,7 @@ def canonical_name(name: str, layer_offset: int = 0, expert_offset: int = 0, exp
         name = re.sub(r"(?<=\d\.)pre_mlp_layernorm\.", "mlp.linear_fc1.layer_norm_", name)
     # Transformer Engine's grouped linear names expert e's weight `weight<e>`.
     name = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
-    return re.sub(
-        r"(?<=\.local_experts\.)(\d+)", lambda m: str(int(m[1]) + expert_offset), name
-    )
+    return re.sub(r"(?<=\.local_experts\.)(\d+)", lambda m: str(int(m[1]) + expert_offset), name)
 
 
 def _expand(spec: ModelSpec) -> Iterator[tuple[str, Entry]]:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from checkpoints_conv.spec import ModelSpec
 
-Dimension = str | int  # the name of a ModelSpec attribute, or a number
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -26,7 +24,7 @@ class Rule:
 
     megatron: str
     hf: tuple[str, ...]
-    dims: tuple[tuple[Dimension, ...], ...]
+    dims: tuple[tuple[str, ...], ...]
 
     tp_dim: ClassVar[Optional[int]] = None  # dimension that tensor parallelism cuts
     vocab: ClassVar[bool] = False  # dimension 0 is the padded vocabulary
@@ -34,7 +32,7 @@ class Rule:
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shapes of the HF tensors, in the order of `hf`."""
-        return [tuple(spec.size(d) for d in dims) for dims in self.dims]
+        return [tuple(getattr(spec, dim) for dim in dims) for dims in self.dims]
 
     def megatron_shape(self, spec: ModelSpec) -> tuple[int, ...]:
         """Shape of the whole Megatron parameter (unpadded, TP 1)."""

@@ -29,7 +29,6 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_ffn: int = 0
     normalise_experts: bool = True  # the chosen experts' probabilities are renormalised to sum to 1
-    dtype: str = "float32"  # as the config states it
 
     @property
     def q_size(self) -> int:
@@ -38,10 +37,6 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.kv_groups * self.head_dim
-
-    def size(self, dimension: str | int) -> int:
-        """A dimension of a rule's table: the name of an attribute of this class, or a number."""
-        return dimension if isinstance(dimension, int) else getattr(self, dimension)
 
     def padded_vocab(self, tp_size: int, multiple: int = 128) -> int:
         """The smallest multiple of `multiple * tp_size` that holds the vocabulary (Megatron's padding)."""

@@ -54,7 +54,7 @@ def verify(a: Path, b: Path, hf_files: Optional[Path] = None, tokens: int = 0, t
 def _config_differences(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
     ours, theirs = asdict(left.spec), asdict(right.spec)
     for key in ours:
-        if key != "dtype" and ours[key] != theirs[key]:
+        if ours[key] != theirs[key]:
             yield f"config: {key} is {ours[key]} in {left.folder}, {theirs[key]} in {right.folder}"
 
 

@@ -11,7 +11,7 @@ LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
 
-def layer_rule(kind: type[Rule], megatron: str, hf: dict[str, tuple]) -> Rule:
+def layer_rule(kind: type[Rule], megatron: str, hf: dict[str, tuple[str, ...]]) -> Rule:
     """A rule inside a layer: `hf` maps HF names to shapes, both sides relative to the layer."""
     return kind(LAYER + megatron, tuple(HF_LAYER + name for name in hf), tuple(hf.values()))
 
@@ -115,13 +115,16 @@ class Family:
         """
         self._refuse(config)
         hidden, heads = self._get(config, "hidden_size"), self._get(config, "num_attention_heads")
+        groups = config.get("num_key_value_heads") or heads
+        if heads % groups:
+            raise ConversionError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
         theta, factor = self._rope(config)
         return ModelSpec(
             architecture=self.architecture,
             layers=self._get(config, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_groups=config.get("num_key_value_heads") or heads,
+            kv_groups=groups,
             head_dim=config.get("head_dim") or self.default_head_dim or hidden // heads,
             ffn=self._get(config, "intermediate_size"),
             vocab=self._get(config, "vocab_size"),
@@ -132,7 +135,6 @@ class Family:
             rope_scaling_factor=factor,
             norm_eps=self._get(config, "rms_norm_eps"),
             max_position=self._get(config, "max_position_embeddings"),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             **self._experts(config),
         )
 

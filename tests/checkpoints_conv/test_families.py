@@ -117,6 +117,7 @@ def test_rope_constants_that_megatron_cannot_express_are_refused(key):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
         ("llama", {"rope_parameters": None}, "rope_theta"),
     ],
