@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+ANSWER_TIMEOUT_S = 240.0  # a start on a busy machine
+SHUTDOWN_TIMEOUT_S = 30.0
 
 
 class EngineProcess:
@@ -43,14 +45,21 @@ class EngineProcess:
             )
             self._connection = listener.accept()
         self._connection.send(settings)
-        self.facts: dict = self._answer()
+        try:
+            self.facts: dict = self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> "EngineProcess":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._connection.close()
-        self.process.kill()
+        try:
+            self.process.wait(timeout=SHUTDOWN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
         self.process.wait()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -81,7 +90,7 @@ class EngineProcess:
         return sender.digests
 
     def _answer(self) -> Any:
-        if not self._connection.poll(120.0):
+        if not self._connection.poll(ANSWER_TIMEOUT_S):
             raise TimeoutError("the engine's process does not answer")
         error, value = self._connection.recv()
         if error is not None:
@@ -119,6 +128,7 @@ def serve(address: str) -> None:
         try:
             method, arguments = connection.recv()
         except EOFError:
+            engine.shutdown()
             os._exit(0)
 
 
