@@ -39,6 +39,7 @@ def steps(run_dir):
     return {line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "tokens_generated")} for line in lines if line["kind"] == "step"}
 
 
+@pytest.mark.timeout(900)
 def test_a_run_that_is_continued_equals_an_undisturbed_one_bit_for_bit(train):
     undisturbed = train("undisturbed", "steps=3")
     train("continued", "steps=2")
