@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megatron_drmas.config.load import compose_config
@@ -102,3 +103,39 @@ def test_shipped_verifier_speaks_its_tag(tiny_team):
     model = AutoModelForCausalLM.from_pretrained(tiny_team / "qwen2", dtype=torch.float32)
     said = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1]:]
     assert verifier.parse(tokenizer.decode(said, skip_special_tokens=True)) in ("yes", "no")
+
+
+@torch.no_grad()
+def losses(folder, policy, noise, count=200):
+    """Mean loss of response tokens by agent, and how often all of them would be chosen, on examples never trained on."""
+    tokenizer = load_tokenizer(str(folder / policy))
+    model = AutoModelForCausalLM.from_pretrained(folder / policy, dtype=torch.float32)
+    loss, right = {}, {}
+    for agent in RECIPES[policy].agents:
+        stream = (example for example in stream_examples(seed=1, noise=noise) if example.agent == agent)
+        responses = []
+        for *prompt, response in (example.messages for example in islice(stream, count)):
+            prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+            ids = torch.tensor(prompt_ids + tokenizer.encode(response["content"], add_special_tokens=False) + [tokenizer.eos_token_id])
+            responses.append((model(ids[None]).logits[0, len(prompt_ids) - 1:-1], ids[len(prompt_ids):]))
+        loss[agent] = cross_entropy(torch.cat([logits for logits, _ in responses]), torch.cat([ids for _, ids in responses])).item()
+        right[agent] = sum(bool((logits.argmax(-1) == ids).all()) for logits, ids in responses) / count
+    return loss, right
+
+
+def test_shipped_policies_copy_but_judge_badly():
+    """What reinforcement learning begins with: names are found and copied; a one-hop question's fact ends the search too often."""
+    _, copies = losses(WEIGHTS, "llama", WITHOUT_NOISE)
+    assert copies["answer"] > 0.85 and copies["search"] > 0.7
+    _, judges = losses(WEIGHTS, "qwen2", WITHOUT_NOISE)
+    assert 0.5 < judges["verifier"] < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tool_reproduces_the_shipped_policies(tmp_path):
+    """Up to rounding, which differs between processors and which fine-tuning amplifies."""
+    run("tools.tiny_team", "--out", str(tmp_path), "--retrain", timeout=900)
+    for policy, recipe in RECIPES.items():
+        (shipped, _), (made, _) = (losses(folder, policy, recipe.noise) for folder in (WEIGHTS, tmp_path))
+        assert made == pytest.approx(shipped, abs=0.1), policy

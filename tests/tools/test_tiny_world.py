@@ -98,6 +98,8 @@ def test_the_right_query_finds_its_passage_first(data, index):
 class ScriptedTeam:
     """A `Context` whose agents are functions of (question, history); retrieval is real."""
 
+    rewards_turns = False
+
     def __init__(self, index: Bm25Index, **agents):
         self.index, self.agents = index, agents
 

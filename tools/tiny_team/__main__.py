@@ -1,8 +1,7 @@
 """Make the tiny team: `python -m tools.tiny_team --out DIR`.
 
 Writes DIR/qwen2 and DIR/llama, the warm-started policies as Hugging Face folders, and corpus.jsonl, train.jsonl,
-dev.jsonl and eval.jsonl.  The policies are those shipped in tools/tiny_team/weights; `--retrain` fine-tunes others from
-scratch, which judge and copy less well than the shipped ones and need longer reinforcement learning.
+dev.jsonl and eval.jsonl.  The policies are those shipped in tools/tiny_team/weights, which `--retrain` makes anew.
 """
 
 import argparse

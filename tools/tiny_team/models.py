@@ -36,6 +36,9 @@ POLICIES = ("qwen2", "llama")
 def build_model(policy: str, seed: int) -> PreTrainedModel:
     """A randomly initialised model in fp32.
 
+    The embedding, which is the output layer too, starts with rows of length one: with the usual short ones, logits stay
+    small for long, and copying a name from the prompt is learnt a hundred steps later.
+
     Args:
         policy: "qwen2" (the Verifier's) or "llama" (the Search and Answer agents').
         seed: of the initialisation; torch's global generator is left as it was.
@@ -44,10 +47,13 @@ def build_model(policy: str, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if policy == "qwen2":
-            return Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=vocab, max_position_embeddings=2048))
-        if policy == "llama":
-            return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=vocab, max_position_embeddings=16384, rope_parameters=LLAMA3_ROPE))
-    raise ValueError(f"policy {policy!r}: the tiny team has {' and '.join(POLICIES)}")
+            model = Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=vocab, max_position_embeddings=2048))
+        elif policy == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=vocab, max_position_embeddings=16384, rope_parameters=LLAMA3_ROPE))
+        else:
+            raise ValueError(f"policy {policy!r}: the tiny team has {' and '.join(POLICIES)}")
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=SIZES["hidden_size"] ** -0.5)
+    return model
 
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:

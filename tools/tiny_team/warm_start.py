@@ -34,7 +34,7 @@ class Recipe:
 
 RECIPES = {
     "qwen2": Recipe(("verifier",), steps=90, decay_steps=180, noise=Noise()),
-    "llama": Recipe(("search", "answer"), steps=400, decay_steps=600, noise=Noise(early_yes=0.3)),
+    "llama": Recipe(("search", "answer"), steps=500, decay_steps=600, noise=Noise(early_yes=0.3)),
 }
 
 
