@@ -42,15 +42,20 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         agents=agents, policies=policies,
         masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
         skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
+        nonfinite={
+            policy: [batch.agents[index] for index in values["nonfinite_agents"]]
+            for policy, values in metrics.items() if values["nonfinite_agents"]
+        },
     )
 
 
 def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str, dict]:
-    """Metrics of a step's updates by policy; of a policy that was updated twice counts add up and the rest is the later one's."""
+    """Metrics of a step's updates by policy; of a policy that was updated twice counts and agents add up, the rest is the later one's."""
     merged = dict(earlier)
     for policy, values in later.items():
-        before = merged.get(policy, {"tokens": 0, "skipped": 0, "agents": {}})
+        before = merged.get(policy, {"tokens": 0, "skipped": 0, "nonfinite_agents": [], "agents": {}})
         merged[policy] = values | {key: before[key] + values[key] for key in ("tokens", "skipped")}
+        merged[policy]["nonfinite_agents"] = sorted({*before["nonfinite_agents"], *values["nonfinite_agents"]})
         merged[policy]["agents"] = before["agents"] | values["agents"]
     return merged
 
@@ -62,6 +67,7 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
     advantages = rows.advantages[rows.response_offsets[:-1]]
     return {
         "reward": rows.reward.mean().item(),
+        "own_reward": rows.turn_reward.mean().item(),
         "advantage_mean": advantages.mean().item(),
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),

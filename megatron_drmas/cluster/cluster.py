@@ -88,7 +88,11 @@ class Cluster:
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
-        self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
+        weights = config.algorithm.reward
+        self.collector = Collector(
+            Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed,
+            rewards_turns=bool(weights.turn or weights.role),
+        )
 
     @property
     def trainable(self) -> dict[str, PolicyRuntime]:

@@ -28,6 +28,10 @@ class Environment:
         """
         raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
 
+    def supports(self, question: Question, passages: list[str]) -> bool:
+        """Whether an accepted answer stands in any of the passages."""
+        raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
+
     async def reward(self, question: Question, outcome: Outcome) -> float:
         """The return of a trajectory.
 

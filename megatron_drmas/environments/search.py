@@ -68,5 +68,9 @@ class SearchEnvironment(Environment):
             raise TrajectoryFailure("retrieval", f"{settings.url}: {type(error).__name__}: {error}") from error
         return passages[::-1] if settings.order == "best_last" else passages
 
+    def supports(self, question: Question, passages: list[str]) -> bool:
+        words = [f" {normalise_answer(passage)} " for passage in passages]
+        return any(f" {normalise_answer(gold)} " in text for gold in question.answers for text in words)
+
     async def reward(self, question: Question, outcome: Outcome) -> float:
         return exact_match(outcome.answer, question.answers)

@@ -45,8 +45,8 @@ class Watch:
         """The alarms of one step; takes the step into the running medians.
 
         Args:
-            line: step, skipped, agents and policies as in metrics.jsonl: metrics by name, None for a value that is not
-                finite.
+            line: step, skipped, nonfinite, agents and policies as in metrics.jsonl: metrics by name, None for a value
+                that is not finite.
 
         Returns:
             One dictionary an alarm: metric, who (agent or policy), value, message.
@@ -54,6 +54,8 @@ class Watch:
         alarms = []
         for policy, count in line["skipped"].items():
             problem = f"skipped {count} optimizer step(s): the gradient was not finite"
+            if line["nonfinite"].get(policy):
+                problem += f", nor was the loss of {', '.join(line['nonfinite'][policy])}"
             message = f"step {line['step']}: {self._called('policies', policy)} {problem}"
             alarms.append({"metric": "skipped", "who": policy, "value": count, "message": message})
         for limit in LIMITS:

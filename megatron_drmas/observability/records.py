@@ -18,9 +18,9 @@ GENERATE, WEIGHT_SYNC, CHECKPOINT = "generate", "weight_sync", "checkpoint"  # p
 class StepRecord:
     """One training step.  `step` counts from 1; the policies are those after the step's update.
 
-    `agents[id]`: reward (mean over the agent's rows), advantage_mean, advantage_std, response_length (tokens),
-    invalid_rate, calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the
-    agent's squared advantage), and what the actor reports by agent.
+    `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves), advantage_mean,
+    advantage_std, response_length (tokens), invalid_rate, calls_per_trajectory, baseline_inflation (the factor by which a
+    group baseline would inflate the agent's squared advantage), and what the actor reports by agent.
     `policies[name]`: loss, grad_norm (before clipping), clip_fraction, entropy, lr, prob_ratio (mean trainer/engine
     token probability ratio), logprob_diff_max, logprob_diff_mean.
     """
@@ -34,6 +34,7 @@ class StepRecord:
     policies: dict[str, dict[str, float]]
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories left out of the update
     skipped: dict[str, int] = field(default_factory=dict)  # policy -> optimizer steps skipped (non-finite gradient)
+    nonfinite: dict[str, list[str]] = field(default_factory=dict)  # policy -> agents whose own loss was not finite
 
     def __post_init__(self):
         for scope in ("agents", "policies"):

@@ -9,6 +9,7 @@ function of the tokens alone.  The price is that an engine idles while a round's
 import asyncio
 import hashlib
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -18,7 +19,7 @@ from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
-from megatron_drmas.team.trajectory import Trajectory, TrajectoryFailure, Turn
+from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Collector:
         tokenizers: one per policy.
         config: limits of prompts and responses.
         seed: the run's seed.
+        rewards_turns: let workflows find out what each call earns by itself.
     """
 
     def __init__(
         self, team: Team, environment: Environment, clients: dict[str, PolicyClient], tokenizers: dict[str, ChatTokenizer],
-        config: RolloutConfig, seed: int,
+        config: RolloutConfig, seed: int, rewards_turns: bool = False,
     ):
         self.team = team
         self.environment = environment
@@ -61,6 +63,7 @@ class Collector:
         self.tokenizers = tokenizers
         self.config = config
         self.seed = seed
+        self.rewards_turns = rewards_turns
         self._lockstep = any(client.lockstep for client in clients.values())
         self._live = 0
 
@@ -94,6 +97,10 @@ class Collector:
         try:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
             trajectory.reward = await self.environment.reward(trajectory.question, trajectory.outcome)
+            earned: dict[str, list[float]] = defaultdict(list)
+            for turn in trajectory.turns:
+                earned[turn.agent].append(turn.reward)
+            trajectory.role_rewards = {agent: sum(rewards) / len(rewards) for agent, rewards in earned.items()}
         except TrajectoryFailure as failure:
             trajectory.failure, trajectory.failure_detail = failure.cause, failure.detail
         finally:
@@ -114,6 +121,7 @@ class _TrajectoryContext:
         self._collector = collector
         self._trajectory = trajectory
         self._sampling = sampling
+        self.rewards_turns = collector.rewards_turns
 
     async def call(self, agent: str, **variables: Any) -> Turn:
         role = self._collector.team.agents[agent]
@@ -146,6 +154,12 @@ class _TrajectoryContext:
 
     async def retrieve(self, query: str) -> list[str]:
         return await self._collector.environment.retrieve(query)
+
+    async def grade(self, answer: Optional[str]) -> float:
+        return await self._collector.environment.reward(self._trajectory.question, Outcome(answer))
+
+    def supports(self, passages: list[str]) -> bool:
+        return self._collector.environment.supports(self._trajectory.question, passages)
 
     def _prompt(self, agent: str, variables: dict[str, Any]) -> tuple[list[dict[str, str]], list[int]]:
         role = self._collector.team.agents[agent]

@@ -26,7 +26,7 @@ class Turn:
     text: str
     content: Optional[str]  # what the agent's parser accepted
     verdict: int = -1  # of an agent with two choices: 1 the first (accept), 0 the second (reject); -1 no verdict
-    reward: float = 0.0  # of this call alone; counts with algorithm.reward.turn
+    reward: float = 0.0  # of this call alone, as the workflow sees it; counts with algorithm.reward.turn
 
     @property
     def valid(self) -> bool:
@@ -55,7 +55,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     outcome: Optional[Outcome] = None
     reward: float = 0.0
-    role_rewards: dict[str, float] = field(default_factory=dict)  # by agent; counts with algorithm.reward.role
+    role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
     failure: Optional[str] = None  # the cause
     failure_detail: Optional[str] = None
 

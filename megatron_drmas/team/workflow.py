@@ -1,6 +1,6 @@
 """The interface between a workflow and whatever runs it, and the registry of workflows."""
 
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Optional, Protocol
 
 from megatron_drmas.config.schema import WorkflowConfig
 from megatron_drmas.data.questions import Question
@@ -8,7 +8,14 @@ from megatron_drmas.team.trajectory import Outcome, Turn
 
 
 class Context(Protocol):
-    """What a workflow can do while it runs one trajectory."""
+    """What a workflow can do while it runs one trajectory.
+
+    Attributes:
+        rewards_turns: whether what a call earns by itself (`Turn.reward`) counts: algorithm.reward.turn or .role is not 0.
+            A workflow need not find it out otherwise.
+    """
+
+    rewards_turns: bool
 
     async def call(self, agent: str, **variables: Any) -> Turn:
         """Let an agent speak.
@@ -26,6 +33,16 @@ class Context(Protocol):
         Raises:
             TrajectoryFailure: the retrieval server failed or timed out.
         """
+
+    async def grade(self, answer: Optional[str]) -> float:
+        """What the trajectory would return with this answer.
+
+        Raises:
+            TrajectoryFailure: the answer could not be graded for a reason outside the team.
+        """
+
+    def supports(self, passages: list[str]) -> bool:
+        """Whether an accepted answer stands in any of the passages."""
 
 
 class Workflow:

@@ -24,6 +24,8 @@ class MathWorkflow(Workflow):
     the Verifier also sees `solution` (str).
 
     The last solution is the answer, approved or not.  A malformed verdict counts as "reject".
+
+    By itself a solution earns its grade, and a verdict 1 if the solution's grade bears it out.
     """
 
     agents = ("solver", "verifier")
@@ -37,6 +39,9 @@ class MathWorkflow(Workflow):
             verdict = await context.call(
                 "verifier", question=question.text, history=self._recent(history), solution=proposal.text.strip(),
             )
+            if context.rewards_turns:
+                proposal.reward = await context.grade(solution)
+                verdict.reward = float(verdict.content == ("approve" if proposal.reward > 0 else "reject"))
             if verdict.content == "approve":
                 return Outcome(solution, {"loops": loop, "approved": True})
             history.append(Review(proposal.text.strip(), verdict.text.strip()))

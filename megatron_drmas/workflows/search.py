@@ -28,6 +28,9 @@ class SearchWorkflow(Workflow):
 
     A malformed verdict counts as "no" and a malformed query finds nothing; both still cost the row its invalid-output
     penalty.  A team that has no "yes" after `max_turns` verdicts gives no answer.
+
+    By itself a query earns 1 if a passage it found holds the answer, a verdict 1 if it is "yes" exactly when a passage
+    shown does, and an answer its grade.
     """
 
     agents = ("verifier", "search", "answer")
@@ -38,14 +41,21 @@ class SearchWorkflow(Workflow):
         for turn in range(1, self.config.max_turns + 1):
             shown = {"question": question.text, "turn": turn, "max_turns": self.config.max_turns}
             verdict = await context.call("verifier", history=self._recent(history), **shown)
+            if context.rewards_turns:
+                found = context.supports([passage for step in self._recent(history) for passage in step.passages])
+                verdict.reward = float(verdict.content == ("yes" if found else "no"))
             if verdict.content == "yes":
                 answer = await context.call("answer", history=self._recent(history), **shown)
+                if context.rewards_turns:
+                    answer.reward = await context.grade(answer.content)
                 return Outcome(answer.content, {"verdicts": turn, "searches": len(history)})
             if turn == self.config.max_turns:
                 break
             query = await context.call(self.searcher(history), history=self._recent(history), **shown)
             if query.content is not None:
                 history.append(SearchStep(query.content, await context.retrieve(query.content)))
+                if context.rewards_turns:
+                    query.reward = float(context.supports(history[-1].passages))
         return Outcome(None, {"verdicts": self.config.max_turns, "searches": len(history)})
 
     def searcher(self, history: list[SearchStep]) -> str:

@@ -7,9 +7,12 @@ from megatron_drmas.team.workflow import Context, Workflow, register_workflow
 
 @register_workflow("single")
 class SingleWorkflow(Workflow):
-    """The agent `solver` answers at once.  Template variables: `question` (str)."""
+    """The agent `solver` answers at once.  Template variables: `question` (str).  By itself a solution earns its grade."""
 
     agents = ("solver",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
-        return Outcome((await context.call("solver", question=question.text)).content)
+        solution = await context.call("solver", question=question.text)
+        if context.rewards_turns:
+            solution.reward = await context.grade(solution.content)
+        return Outcome(solution.content)

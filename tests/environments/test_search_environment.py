@@ -99,3 +99,14 @@ def test_one_failure_leaves_the_others_alone():
 
     found = ask(every_other, queries=3)
     assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]
+
+
+@pytest.mark.parametrize("passage, accepted, holds", [
+    ("the mayor of Bavor is Duvas.", ("duvas",), True),
+    ("The Mayor of Bavor is Duvas.", ("An Other", "the Duvas"), True),
+    ("the mayor of Bavor is Duvasel.", ("Duvas",), False),
+    ("", ("Duvas",), False),
+])
+def test_a_passage_supports_an_answer_that_it_holds_as_whole_words(passage, accepted, holds):
+    environment = SearchEnvironment(EnvironmentConfig(name="search"))
+    assert environment.supports(Question("0", "who?", accepted), ["nothing here", passage]) is holds

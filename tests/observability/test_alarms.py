@@ -11,7 +11,7 @@ AGENTS_OF = {"judge": ["verifier"], "writer": ["search", "answer"]}
 
 def raised(values, metric="grad_norm", scope="policies", who="writer") -> list[list[dict]]:
     watch = Watch(AGENTS_OF)
-    empty = {"skipped": {}, "agents": {}, "policies": {}}
+    empty = {"skipped": {}, "nonfinite": {}, "agents": {}, "policies": {}}
     return [watch.check(empty | {"step": step, scope: {who: {metric: value}}}) for step, value in enumerate(values, 1)]
 
 
@@ -66,6 +66,6 @@ def test_what_runs_away_alarms_in_its_step_and_names_its_owner(metric, scope, wh
 
 
 def test_a_skipped_optimizer_step_alarms_and_names_policy_and_agents():
-    line = {"step": 3, "skipped": {"writer": 1}, "agents": {}, "policies": {"writer": {"grad_norm": 0.5}}}
+    line = {"step": 3, "skipped": {"writer": 1}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"grad_norm": 0.5}}}
     (alarm,) = Watch(AGENTS_OF).check(line)
     assert alarm["message"].startswith("step 3: policy writer (agents search, answer) skipped 1 optimizer step")

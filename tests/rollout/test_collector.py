@@ -65,6 +65,9 @@ class World(Environment):
             raise TrajectoryFailure("retrieval", "500")
         return ["passage"]
 
+    def supports(self, question, passages):
+        return "x" in passages
+
     async def reward(self, question, outcome):
         return float(outcome.answer == "x")
 
@@ -95,7 +98,7 @@ def script(query="q", answer="x"):
     return verifier, rest
 
 
-def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0):
+def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewards_turns=False):
     async def run():
         built = {name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)] for name, group in engines.items()}
         clients = {name: PolicyClient(name, group, timeout_s, lockstep) for name, group in built.items()}
@@ -104,7 +107,7 @@ def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0):
             await client.__aenter__()
         collector = Collector(
             TEAM, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
-            config or RolloutConfig(), seed=5,
+            config or RolloutConfig(), seed=5, rewards_turns=rewards_turns,
         )
         try:
             return await collector.collect(QUESTIONS, samples, SAMPLING), built
@@ -219,6 +222,14 @@ def test_a_prompt_that_cannot_fit_masks_the_trajectory():
     verifier, rest = script()
     trajectories, _ = collect({"v": [verifier], "s": [rest]}, config=RolloutConfig(max_prompt_tokens=5))
     assert {t.failure for t in trajectories} == {"prompt_too_long"}
+
+
+def test_a_role_earns_the_mean_of_what_its_calls_earned():
+    verifier, rest = script()
+    trajectories, _ = collect({"v": [verifier], "s": [rest]}, rewards_turns=True)
+    for trajectory in trajectories:  # the verifier is right to say no, and wrong to say yes to a passage without the answer
+        assert [turn.reward for turn in trajectory.turns] == [1, 0, 0, 1]
+        assert trajectory.role_rewards == {"verifier": 0.5, "search": 0.0, "answer": 1.0}
 
 
 def test_collated_columns_hold_every_turn_once():

@@ -16,7 +16,8 @@ QUESTION = Question("0", "who?", ("x",))
 class Script:
     """A context whose agents say what a script tells them; None is a malformed output."""
 
-    def __init__(self, lines):
+    def __init__(self, lines, rewards_turns):
+        self.rewards_turns, self.turns = rewards_turns, []
         self.lines = {agent: list(contents) for agent, contents in lines.items()}
         self.calls, self.queries, self.histories = [], [], []
 
@@ -24,15 +25,22 @@ class Script:
         self.calls.append(agent)
         self.histories.append(list(variables.get("history", [])))
         content = self.lines[agent].pop(0)
-        return Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], "stop", 0, content or "garbage", content)
+        self.turns.append(Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], "stop", 0, content or "garbage", content))
+        return self.turns[-1]
 
     async def retrieve(self, query):
         self.queries.append(query)
         return [f"about {query}"]
 
+    async def grade(self, answer):
+        return float(answer in QUESTION.answers)
 
-def run(name, lines, **config):
-    script = Script(lines)
+    def supports(self, passages):
+        return any(gold in passage.split() for gold in QUESTION.answers for passage in passages)
+
+
+def run(name, lines, rewards_turns=False, **config):
+    script = Script(lines, rewards_turns)
     outcome = asyncio.run(WORKFLOWS[name](WorkflowConfig(name=name, **config)).run(script, QUESTION))
     return script, outcome
 
@@ -91,6 +99,24 @@ def test_math_takes_the_last_solution_when_loops_run_out():
 def test_single_is_one_call():
     script, outcome = run("single", {"solver": ["s"]})
     assert script.calls == ["solver"] and outcome.answer == "s"
+
+
+@pytest.mark.parametrize("name, lines, earned", [
+    ("math", {"solver": ["z", "x"], "verifier": ["reject", "approve"]}, [0, 1, 1, 1]),
+    ("math", {"solver": ["x", "z"], "verifier": ["reject", "approve"]}, [1, 0, 0, 0]),
+    ("math", {"solver": [None, "z", "x"], "verifier": [None, "reject", "approve"]}, [0, 0, 0, 1, 1, 1]),
+    ("search", {"verifier": ["no", "yes"], "search": ["x"], "answer": ["x"]}, [1, 1, 1, 1]),
+    ("search", {"verifier": ["no", "yes"], "search": ["z"], "answer": ["x"]}, [1, 0, 0, 1]),
+    ("search", {"verifier": ["no", "no", "yes"], "search": ["x", None], "answer": ["z"]}, [1, 1, 0, 0, 1, 0]),
+    ("search", {"verifier": ["yes"], "search": [], "answer": [None]}, [0, 0]),
+    ("single", {"solver": ["x"]}, [1]),
+])
+def test_what_a_call_earns_by_itself(name, lines, earned):
+    """In the order of the calls; "x" is the answer.  None of it is looked at unless asked for."""
+    script, _ = run(name, lines, rewards_turns=True, max_turns=sum(map(len, lines.values())))
+    assert [turn.reward for turn in script.turns[:len(earned)]] == earned
+    script, _ = run(name, lines, max_turns=sum(map(len, lines.values())))
+    assert not any(turn.reward for turn in script.turns)
 
 
 def test_a_name_is_registered_once():

@@ -1,0 +1,61 @@
+"""What a step's log line says of its batch and of the actors' metrics."""
+
+from megatron_drmas.algorithm.advantages import compute_advantages
+from megatron_drmas.config.algorithm import AlgorithmConfig
+from megatron_drmas.observability.alarms import Watch
+from megatron_drmas.observability.records import plain
+from megatron_drmas.rollout.collate import collate
+from megatron_drmas.step_record import merge_metrics, step_record
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Trajectory, Turn
+
+AGENTS = ("search", "answer")
+
+
+def turn(agent, index, valid=True):
+    return Turn(agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], "stop", 0, "text", "text" if valid else None)
+
+
+def trajectories():
+    def one(sample, reward, turns, failure=None):
+        question = Question("q", "what?", ("x",), "tests", {})
+        return Trajectory(question, 0, sample, turns, reward=reward, failure=failure)
+
+    return [
+        one(0, 1.0, [turn("search", 0), turn("answer", 1)]),
+        one(1, 0.0, [turn("search", 0, valid=False), turn("search", 1), turn("answer", 2)]),
+        one(2, 0.0, [turn("search", 0)], failure="retrieval"),
+    ]
+
+
+def metrics(**values):
+    return {"writer": {"tokens": 10, "loss": 0.5, "skipped": 0, "nonfinite_agents": [], "agents": {0: {"entropy": 0.3}}} | values}
+
+
+def record(of_policies):
+    batch = collate(trajectories(), AGENTS, ("writer",), set(AGENTS))
+    batch.advantages = compute_advantages(batch, AlgorithmConfig())
+    return step_record(1, trajectories(), batch, of_policies, tokens_generated=18)
+
+
+def test_failed_trajectories_are_counted_and_count_for_nothing_else():
+    step = record(metrics())
+    assert step.reward == 0.5 and step.trajectories == 3 and step.masked == {"retrieval": 1}
+    assert step.agents["search"]["calls_per_trajectory"] == 1.5 and abs(step.agents["search"]["invalid_rate"] - 1 / 3) < 1e-6
+    assert step.agents["search"]["entropy"] == 0.3
+
+
+def test_a_skipped_step_names_the_policy_and_the_agents_in_it():
+    step = record(metrics(skipped=1, nonfinite_agents=[1]))
+    assert step.skipped == {"writer": 1} and step.nonfinite == {"writer": ["answer"]}
+    (alarm,) = Watch({"writer": list(AGENTS)}).check(plain(step))
+    assert alarm["message"].startswith("step 1: policy writer (agents search, answer) skipped 1 optimizer step")
+    assert alarm["message"].endswith("loss of answer")
+
+
+def test_a_policy_updated_twice_adds_up_counts_and_agents():
+    merged = merge_metrics(
+        merge_metrics({}, metrics(skipped=1, nonfinite_agents=[1])), metrics(loss=0.25, nonfinite_agents=[0], agents={1: {"entropy": 0.1}}),
+    )["writer"]
+    assert (merged["tokens"], merged["skipped"], merged["loss"], merged["nonfinite_agents"]) == (20, 1, 0.25, [0, 1])
+    assert merged["agents"] == {0: {"entropy": 0.3}, 1: {"entropy": 0.1}}
