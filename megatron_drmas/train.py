@@ -102,6 +102,7 @@ async def evaluate_team(cluster, log, step: int) -> None:
     """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
     from megatron_drmas.data.questions import load_questions
     from megatron_drmas.evaluate import evaluate, evaluation_modes
+    from megatron_drmas.step_record import trajectory_records
 
     config: RunConfig = cluster.config
     settings, last = config.evaluation, step == config.steps
@@ -112,8 +113,8 @@ async def evaluate_team(cluster, log, step: int) -> None:
         if log.evaluated(step, mode):
             continue
         with log.phase(f"evaluate ({mode})"):
-            record, _ = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
-        log.log_evaluation(record)
+            record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
+        log.log_evaluation(record, trajectory_records(trajectories))
 
 
 def main() -> int:

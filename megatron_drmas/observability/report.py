@@ -24,6 +24,11 @@ from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED
 COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
 MOST_TEXT = 20_000  # characters of one prompt or response
 MOST_ALARMS = 40
+TO_READ = {  # title -> the files whose first and last are shown
+    "step {}": "step_*.jsonl",
+    "held-out questions after step {}, greedy": f"evaluation_{GREEDY}_*.jsonl",
+    "held-out questions after step {}, sampled": f"evaluation_{SAMPLED}_*.jsonl",
+}
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
@@ -71,7 +76,7 @@ class Run:
     summary: dict[str, Any]
     lines: list[dict[str, Any]]  # of metrics.jsonl
     config: str  # YAML text
-    trajectories: list[tuple[int, list[dict[str, Any]]]]  # (step, trajectories) of the first and the last file
+    trajectories: list[tuple[str, list[dict[str, Any]]]]  # (title, trajectories) of the first and the last step and evaluation
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -90,16 +95,21 @@ def load_run(folder: Path) -> Run:
     for name in ("summary.json", "metrics.jsonl", "config.yaml"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}; name the folder of a run, <output_dir>/<name>")
-    files = sorted((folder / "trajectories").glob("step_*.jsonl"))
     return Run(
         folder=folder,
         summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         lines=list(read_json_lines(folder / "metrics.jsonl")),
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         trajectories=[
-            (int(path.stem.removeprefix("step_")), list(read_json_lines(path))) for path in dict.fromkeys(files[:1] + files[-1:])
+            (title.format(int(path.stem.rpartition("_")[2])), list(read_json_lines(path)))
+            for title, pattern in TO_READ.items()
+            for path in _ends(sorted((folder / "trajectories").glob(pattern)))
         ],
     )
+
+
+def _ends(files: list[Path]) -> list[Path]:
+    return list(dict.fromkeys(files[:1] + files[-1:]))
 
 
 def write_report(folder: Path | str) -> Path:
@@ -143,7 +153,7 @@ def render(run: Run) -> str:
         speed_charts=speed_charts(run),
         alarms=alarms[-MOST_ALARMS:],
         alarm_count=len(alarms),
-        trajectories=[(step, choose(found)) for step, found in run.trajectories],
+        trajectories=[(title, choose(found)) for title, found in run.trajectories],
         config=run.config,
     )
 

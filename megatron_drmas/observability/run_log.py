@@ -135,8 +135,10 @@ class RunLog:
         if self._clock() >= self._report_due:
             self._report()
 
-    def log_evaluation(self, record: EvaluationRecord) -> None:
-        """One evaluation, in one mode."""
+    def log_evaluation(self, record: EvaluationRecord, trajectories: Sequence[TrajectoryRecord] = ()) -> None:
+        """One evaluation, in one mode, and trajectories of it to read, in trajectories/evaluation_<mode>_<step>.jsonl."""
+        if trajectories:
+            self._write_trajectories(f"evaluation_{record.mode}", record.step, trajectories)
         line = self._write("evaluation", **plain(record))
         self._tensorboard.add(line)
         self._progress.evaluation(line)
@@ -152,19 +154,22 @@ class RunLog:
         return any((line["kind"], line["step"], line.get("mode")) == ("evaluation", step, mode) for line in self._history)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
-        """Whole trajectories to read, in trajectories/step_<step>.jsonl."""
+        """Whole trajectories of a training step to read, in trajectories/step_<step>.jsonl."""
+        self._write_trajectories("step", step, trajectories)
+
+    def _write_trajectories(self, kind: str, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
         folder = self._run_dir / "trajectories"
         folder.mkdir(exist_ok=True)
         lines = "".join(to_json(plain(trajectory)) + "\n" for trajectory in trajectories)
-        write_atomically(folder / f"step_{step:06d}.jsonl", lines)
+        write_atomically(folder / f"{kind}_{step:06d}.jsonl", lines)
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: the run goes back to that checkpoint."""
         self._history.cut(step)
         self._seconds: dict[str, float] = {}  # by phase, since the last line
         self._logged = self._clock()
-        for path in (self._run_dir / "trajectories").glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > step:
+        for path in (self._run_dir / "trajectories").glob("*.jsonl"):
+            if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
         self._summary, self._watch = Summary(*self._about), Watch(self._agents_of)
         for line in self._history:

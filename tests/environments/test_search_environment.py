@@ -6,6 +6,7 @@ import pytest
 from aiohttp import web
 
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
+from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.search import SearchEnvironment, exact_match, normalise_answer
 from megatron_drmas.team.trajectory import TrajectoryFailure
 

@@ -87,7 +87,7 @@ def play_steps(folder: Path, first: int = 1, last: int = STEPS, resume_step: Opt
             if step in (0, 3, STEPS) and not log.evaluated(step, mode):
                 with log.phase("evaluate"):
                     clock.now += 4
-                log.log_evaluation(evaluation_record(step, mode))
+                log.log_evaluation(evaluation_record(step, mode), [trajectory_record(step, text)])
     return log
 
 

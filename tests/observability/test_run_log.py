@@ -209,4 +209,13 @@ def test_tensorboard_tags_are_stable(undisturbed):
 def test_the_configuration_is_kept(tmp_path, play):
     play(tmp_path, last=1)
     assert "policy: judge" in (tmp_path / "config.yaml").read_text()
-    assert json.loads((tmp_path / "trajectories" / "step_000001.jsonl").read_text())["question"] == "question of step 1"
+
+
+def test_trajectories_of_steps_and_evaluations_are_kept_to_read(tmp_path, play):
+    play(tmp_path, last=1)
+    kept = {path.name: json.loads(path.read_text())["question"] for path in (tmp_path / "trajectories").iterdir()}
+    assert kept == {
+        "step_000001.jsonl": "question of step 1",
+        "evaluation_sampled_000000.jsonl": "question of step 0",
+        "evaluation_greedy_000000.jsonl": "question of step 0",
+    }
