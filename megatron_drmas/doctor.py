@@ -203,6 +203,7 @@ def examine() -> tuple[list[Finding], dict[str, str]]:
 
 
 def main() -> int:
+    """The command line."""
     try:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console

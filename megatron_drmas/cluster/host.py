@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 PR_SET_PDEATHSIG = 1
 
@@ -24,7 +24,7 @@ class Host:
 
     Args:
         log: file that takes the process's output.
-        environment: variables to set.
+        environment: variables to set; CUDA_VISIBLE_DEVICES counts among the GPUs that the machine lets this process see.
     """
 
     def __init__(self, log: str, environment: dict[str, str]):
@@ -33,6 +33,9 @@ class Host:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
+        devices = environment.get("CUDA_VISIBLE_DEVICES")
+        if devices is not None:
+            environment = environment | {"CUDA_VISIBLE_DEVICES": visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))}
         os.environ.update(environment)
         self._object: Any = None
 
@@ -73,6 +76,25 @@ class AsyncHost(Host):
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
             return await asyncio.to_thread(function, *args)
+
+
+def visible_devices(positions: str, allowed: Optional[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process.
+
+    Args:
+        positions: comma-separated, counted from 0 among the GPUs that may be used.
+        allowed: CUDA_VISIBLE_DEVICES as Slurm or a user set it, numbers or UUIDs; None: every GPU.
+
+    Raises:
+        ValueError: fewer GPUs are allowed than the run counts on.
+    """
+    if allowed is None:
+        return positions
+    devices = [device for device in allowed.split(",") if device]
+    wanted = [int(position) for position in positions.split(",")]
+    if max(wanted) >= len(devices):
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={allowed!r} allows {len(devices)} GPUs on {socket.gethostname()}, cluster.gpus_per_node counts on {max(wanted) + 1} or more")
+    return ",".join(devices[position] for position in wanted)
 
 
 @contextlib.contextmanager

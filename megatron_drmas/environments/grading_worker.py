@@ -23,6 +23,7 @@ HEADROOM_MIB = 64  # what parsing an ordinary answer may take
 
 
 def restrict(memory_mib: int) -> None:
+    """Limit this process's address space; ends it when the libraries leave too little."""
     with open("/proc/self/statm", encoding="ascii") as file:
         used_mib = int(file.read().split()[0]) * resource.getpagesize() >> 20
     if memory_mib < used_mib + HEADROOM_MIB:

@@ -65,6 +65,7 @@ def build_app(index: Bm25Index) -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line: serves until it is ended, and prints its address once it answers."""
     parser = argparse.ArgumentParser(description="BM25 retrieval over a JSON-lines corpus")
     parser.add_argument("--corpus", required=True, help='JSON lines {"id", "contents"}')
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

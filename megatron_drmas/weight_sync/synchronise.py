@@ -1,12 +1,15 @@
 """The driver's side of a weight update: actor ranks send, engines load, and nobody waits for ever."""
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Optional, Sequence
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.verify import compare
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0  # for a sender to free its memory after a failure
 
@@ -157,8 +160,8 @@ async def _forget(sender: SenderCalls) -> None:
     """Let a sender free its memory after a failure; one that cannot answer frees it when its process ends."""
     try:
         await asyncio.wait_for(sender.end_send(), CLOSE_TIMEOUT_S)
-    except Exception:  # the failure that led here is the one to report
-        pass
+    except Exception as error:  # the failure that led here is the one to raise
+        logger.warning("%s did not free its buckets: %r", sender.name, error)
 
 
 async def _all(waits: Any) -> list[Any]:

@@ -26,6 +26,13 @@ def retrain(out: Path) -> None:
             bars.update(tasks[report["policy"]], completed=report["step"], description=description)
 
 
+def copy_team(out: Path, seed: int) -> None:
+    """Write the data and copy the shipped policies."""
+    write_data(out, seed)
+    for policy in RECIPES:
+        shutil.copytree(WEIGHTS / policy, out / policy, dirs_exist_ok=True)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny_team", description="Make the tiny search team and its world.")
@@ -33,12 +40,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the generated worlds (default: 0)")
     parser.add_argument("--retrain", action="store_true", help="make the warm-started policies anew instead of copying the shipped ones")
     args = parser.parse_args()
-    write_data(args.out, args.seed)
     if args.retrain:
+        write_data(args.out, args.seed)
         retrain(args.out)
     else:
-        for policy in RECIPES:
-            shutil.copytree(WEIGHTS / policy, args.out / policy, dirs_exist_ok=True)
+        copy_team(args.out, args.seed)
     print(f"tiny team: {args.out}")
 
 

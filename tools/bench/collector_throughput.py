@@ -1,0 +1,115 @@
+"""Tokens per second of a step's generation by the whole team, against vLLM alone on the same requests.
+
+    python -m tools.bench.collector_throughput [--rounds 5] [key=value …]
+
+The team of configs/search_hetero.yaml (or what overrides make of it) collects a step's trajectories through Ray, engines
+and retrieval server.  Then vLLM, in a process of its own per policy, gets every request of that policy at once: it waits
+for no verdict, no passage and no other policy.  Both take turns, so that a busy machine is busy for both.  The last line
+is JSON.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from megatron_drmas.config.load import compose_config
+from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.config.validate import validate
+from megatron_drmas.rollout.requests import EngineSettings, Request
+from tools.bench.rollout_throughput import ENVIRONMENT, child, vllm_alone
+
+TARGET = 0.5  # of vLLM alone
+
+
+def start_alone(config: RunConfig) -> dict[str, Connection]:
+    """vLLM on every policy's model, started one after the other."""
+    spawn, pipes = multiprocessing.get_context("spawn"), {}
+    for name, policy in config.policies.items():
+        pipes[name], end = spawn.Pipe()
+        settings = EngineSettings(name, policy.model, dataclasses.replace(policy.engine), dtype=config.precision.rollout)
+        spawn.Process(target=child, args=(end, vllm_alone, settings), daemon=True).start()
+        pipes[name].recv()
+    return pipes
+
+
+def run_alone(pipes: dict[str, Connection], requests: dict[str, list[Request]]) -> dict:
+    """Seconds until the last policy is done, and all tokens."""
+    began = time.perf_counter()
+    for name, pipe in pipes.items():
+        pipe.send(requests[name])
+    tokens = sum(pipe.recv()["tokens"] for pipe in pipes.values())
+    return {"seconds": time.perf_counter() - began, "tokens": tokens}
+
+
+async def measure(config: RunConfig, rounds: int) -> bool:
+    """Run both, print the figures; whether the target is met."""
+    from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.rollout.collector import Sampling
+
+    questions = load_questions(config.data.train, "data.train")
+    best: dict[str, dict] = {}
+    async with Cluster(config, actors=False) as cluster:
+        pipes = start_alone(config)
+        requests = {name: record(client) for name, client in cluster.collector.clients.items()}
+        for number in range(rounds + 1):  # the first warms up
+            for seen in requests.values():
+                seen.clear()
+            drawn = [questions[(number * config.questions_per_step + k) % len(questions)] for k in range(config.questions_per_step)]
+            sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "bench").at(number)
+            before, began = cluster.generated_tokens, time.perf_counter()
+            await cluster.collector.collect(drawn, config.group_size, sampling)
+            team = {"seconds": time.perf_counter() - began, "tokens": cluster.generated_tokens - before}
+            alone = run_alone(pipes, requests)
+            assert alone["tokens"] == team["tokens"], f"both must have sampled the same responses: {alone}, {team}"
+            for name, result in (("team", team), ("vLLM alone", alone)):
+                result["rate"] = result["tokens"] / result["seconds"]
+                if number and (name not in best or result["rate"] > best[name]["rate"]):
+                    best[name] = result | {"requests": sum(map(len, requests.values()))}
+        for pipe in pipes.values():
+            pipe.send(None)
+    for name, result in best.items():
+        print(f"{name}: {result['requests']} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, {result['rate']:.0f} tokens/s")
+    ratio = best["team"]["rate"] / best["vLLM alone"]["rate"]
+    print(json.dumps({"name": "collector_throughput", "ratio": round(ratio, 3), "target": TARGET, "ok": ratio >= TARGET}))
+    return ratio >= TARGET
+
+
+def record(client) -> list[Request]:
+    """A list that receives every request made of a `PolicyClient` from now on."""
+    seen, generate = [], client.generate
+
+    def recorded(*request):
+        seen.append(Request(len(seen), *request))
+        return generate(*request)
+
+    client.generate = recorded
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("overrides", nargs="*", help="of configs/search_hetero.yaml")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        from tools.tiny_team.__main__ import copy_team
+
+        copy_team(Path(folder, "team"), seed=0)
+        config = compose_config("search_hetero", [f"variables.tiny_team={folder}/team", f"output_dir={folder}", *args.overrides])
+        validate(config)
+        ok = asyncio.run(measure(config, args.rounds))
+    sys.exit(not ok)
+
+
+if __name__ == "__main__":
+    main()
