@@ -14,6 +14,7 @@ from megatron_drmas.environments.base import Environment, register_environment
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+MOST_QUERIES = 64  # in one request
 KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -37,6 +38,8 @@ class SearchEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig):
         super().__init__(config)
         self._session: Optional[aiohttp.ClientSession] = None
+        self._waiting: list[tuple[str, asyncio.Future]] = []  # queries of this turn of the event loop
+        self._tasks: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "SearchEnvironment":
         if self.config.retrieval.url:
@@ -47,26 +50,65 @@ class SearchEnvironment(Environment):
         return self
 
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def retrieve(self, query: str) -> list[str]:
-        settings = self.config.retrieval
+        """Passages for a query; queries made in one turn of the event loop travel together."""
         if self._session is None:
             raise TypeError("environment.retrieval.url is not set: no retrieval server serves this run")
-        request = {"query": query, "topk": settings.topk, "return_scores": False}
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._flush)
+        found: asyncio.Future[list[str]] = loop.create_future()
+        self._waiting.append((query, found))
+        return await found
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for start in range(0, len(waiting), MOST_QUERIES):
+            self._start(waiting[start:start + MOST_QUERIES])
+
+    def _start(self, asked: list[tuple[str, asyncio.Future]]) -> None:
+        task = asyncio.ensure_future(self._answer(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, asked: list[tuple[str, asyncio.Future]]) -> None:
+        """Ask together; after a failure each alone, so that a query nobody can answer costs its own trajectory only."""
+        try:
+            answers = await self._ask([query for query, _ in asked])
+        except TrajectoryFailure as failure:
+            for query, found in asked:
+                if len(asked) > 1:
+                    self._start([(query, found)])
+                elif not found.done():
+                    found.set_exception(failure)
+            return
+        for (_, found), passages in zip(asked, answers):
+            if not found.done():
+                found.set_result(passages)
+
+    async def _ask(self, queries: list[str]) -> list[list[str]]:
+        settings = self.config.retrieval
+        request = {"queries": queries, "topk": settings.topk, "return_scores": False}
         try:
             async with self._session.post(f"{settings.url.rstrip('/')}/retrieve", json=request) as response:
                 if response.status != 200:
                     raise TrajectoryFailure("retrieval", f"{settings.url} answered {response.status}")
-                found = (await response.json())["result"][0]
-                passages = [item["contents"] for item in found[:settings.topk]]
+                result = (await response.json())["result"]
+                if len(result) != len(queries):
+                    raise TrajectoryFailure("retrieval", f"{settings.url} answered {len(result)} of {len(queries)} queries")
+                answers = [[passage["contents"] for passage in found[:settings.topk]] for found in result]
         except asyncio.TimeoutError as error:
             raise TrajectoryFailure("retrieval", f"{settings.url} gave no answer in {settings.timeout_s} s") from error
         except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
             raise TrajectoryFailure("retrieval", f"{settings.url}: {type(error).__name__}: {error}") from error
-        return passages[::-1] if settings.order == "best_last" else passages
+        return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
 
     def supports(self, question: Question, passages: list[str]) -> bool:
         words = [f" {normalise_answer(passage)} " for passage in passages]

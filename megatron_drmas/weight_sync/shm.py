@@ -38,8 +38,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self._mapped: dict[str, mmap.mmap] = {}
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to agree on: every bucket names its segment."""
 
     def start_weight_update(self) -> None:
         for path, module in self.model.named_modules():

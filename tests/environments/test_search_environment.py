@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.search import SearchEnvironment, exact_match, normalise_answer
+from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment, exact_match, normalise_answer
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 
@@ -53,7 +55,7 @@ def ask(handler, queries=1, **settings):
 
 async def ranked(request):
     body = await request.json()
-    return web.json_response({"result": [[{"contents": f"{body['query']} {rank}"} for rank in range(body["topk"])]]})
+    return web.json_response({"result": [[{"contents": f"{query} {rank}"} for rank in range(body["topk"])] for query in body["queries"]]})
 
 
 @pytest.mark.parametrize("order, first", [("best_first", "q0 0"), ("best_last", "q0 1")])
@@ -96,10 +98,32 @@ def test_a_server_that_is_gone_is_the_trajectory_s_failure():
 
 def test_one_failure_leaves_the_others_alone():
     async def every_other(request):
-        return await (broken if (await request.json())["query"] == "q1" else ranked)(request)
+        return await (broken if "q1" in (await request.json())["queries"] else ranked)(request)
 
     found = ask(every_other, queries=3)
     assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]
+
+
+@given(st.integers(1, 200))
+@settings(max_examples=8)
+def test_queries_made_together_travel_together_and_each_gets_its_own_passages(count):
+    requests = []
+
+    async def counted(request):
+        requests.append((await request.json())["queries"])
+        return await ranked(request)
+
+    found = ask(counted, queries=count, topk=2)
+    assert found == [[f"q{i} 0", f"q{i} 1"] for i in range(count)]
+    assert len(requests) == -(-count // MOST_QUERIES)
+
+
+def test_an_answer_to_fewer_queries_is_not_taken_for_all():
+    async def short(request):
+        body = await request.json()
+        return web.json_response({"result": [[{"contents": "?"}]] * (len(body["queries"]) - 1)})
+
+    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3))
 
 
 @pytest.mark.parametrize("passage, accepted, holds", [
