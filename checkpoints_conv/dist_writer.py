@@ -78,12 +78,7 @@ class DistWriter:
 
     def write(self) -> None:
         """Write the units that are not there yet, two at a time, then the checkpoint's metadata."""
-        checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
-        try:
-            results = run_parallel(self._write_unit, range(len(self.units)))
-        finally:
-            torch.serialization.set_crc32_options(checksums)
+        results = run_parallel(self._write_unit, range(len(self.units)))
         FileSystemWriter(self.folder, sync_files=False).finish(Metadata(self._metadata), results)
         for number in range(len(self.units)):
             self._record(number).unlink()
@@ -93,6 +88,8 @@ class DistWriter:
         return self.folder / f"__{number}.written"
 
     def _write_unit(self, number: int) -> list[WriteResult]:
+        # torch.load never looks at checksums, and they take as long as the copy.  The setting is the thread's own.
+        torch.serialization.set_crc32_options(False)
         items, record = self.units[number], self._record(number)
         if record.is_file():
             results = pickle.loads(record.read_bytes())
