@@ -75,12 +75,11 @@ class PackedAttention(MegatronModule):
         if slots is not None:
             size = packed_seq_params.padded_tokens
             query, key, value = (_Pad.apply(x, slots, size) for x in (query, key, value))
+        groups = packed_seq_params.groups
+        sizes = [rows * length for rows, length in groups]
         outputs = []
-        for start, rows, length in packed_seq_params.groups:
-            q, k, v = (
-                x[start : start + rows * length].view(rows, length, *x.shape[1:]).transpose(1, 2)
-                for x in (query, key, value)
-            )
+        for (rows, length), *parts in zip(groups, *(x.split(sizes) for x in (query, key, value)), strict=True):
+            q, k, v = (part.view(rows, length, *part.shape[1:]).transpose(1, 2) for part in parts)
             context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
             outputs.append(context.transpose(1, 2).reshape(rows * length, -1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

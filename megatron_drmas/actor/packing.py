@@ -15,11 +15,12 @@ SIMILAR = 0.75  # rows at least so long as this share of a group's longest row a
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a packed micro-batch, and how its rows are grouped for batched attention.
 
-    A group (start, rows, length) is a contiguous run of the padded layout; `slots[i]` is token i's place in that
-    layout, None when it equals the packed one.  `chosen` are the places of the tokens that are predicted from; None: all.
+    The padded layout is one group (rows, length) after another, a group's rows being padded to its length; `slots[i]` is
+    token i's place in it, None when nothing is padded.  `chosen` are the places of the tokens that are predicted from;
+    None: all.
     """
 
-    groups: "list[tuple[int, int, int]] | None" = None
+    groups: "list[tuple[int, int]] | None" = None
     slots: "Tensor | None" = None  # int64 [t]
     padded_tokens: int = 0
     chosen: "Tensor | None" = None  # int64 [n]
@@ -107,7 +108,7 @@ def pack_sequences(lengths: list[int]) -> PackedSequences:
     groups, slots, start = [], [], 0
     for first, last in _similar_runs(lengths):
         longest, rows = lengths[first], last - first
-        groups.append((start, rows, longest))
+        groups.append((rows, longest))
         for row in range(first, last):
             slots.append((start + (row - first) * longest, lengths[row]))
         start += rows * longest

@@ -36,8 +36,8 @@ def test_positions_and_groups_cover_every_sequence(lengths):
     lengths = sorted(lengths, reverse=True)
     packed = pack_sequences(lengths)
     assert packed.cu_seqlens_q.diff().tolist() == lengths
-    assert sum(rows for _, rows, _ in packed.groups) == len(lengths)
-    assert packed.padded_tokens == sum(rows * length for _, rows, length in packed.groups)
+    assert sum(rows for rows, _ in packed.groups) == len(lengths)
+    assert packed.padded_tokens == sum(rows * length for rows, length in packed.groups)
     slots = torch.arange(sum(lengths)) if packed.slots is None else packed.slots
     assert len(set(slots.tolist())) == len(slots) and int(slots.max()) < packed.padded_tokens
 
