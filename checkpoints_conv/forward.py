@@ -44,7 +44,6 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
         initialise: parameters start random; otherwise unset, for a checkpoint to fill.
         overrides: fields of TransformerConfig.
     """
-    import torch.nn.functional as F
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -55,32 +54,12 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
     experts = {}
     if spec.experts:
         experts = {
-            "num_moe_experts": spec.experts,
-            "moe_router_topk": spec.experts_per_token,
-            "moe_ffn_hidden_size": spec.expert_ffn,
-            "moe_router_pre_softmax": not spec.normalise_experts,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
     config = TransformerConfig(
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_groups,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **spec.transformer_arguments(),
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks,

@@ -38,6 +38,39 @@ class ModelSpec:
     def kv_size(self) -> int:
         return self.kv_groups * self.head_dim
 
+    def transformer_arguments(self) -> dict:
+        """The fields of Megatron's TransformerConfig that the model itself decides, whatever its layout and precision."""
+        import torch.nn.functional as F
+
+        experts = {}
+        if self.experts:
+            experts = {
+                "num_moe_experts": self.experts,
+                "moe_router_topk": self.experts_per_token,
+                "moe_ffn_hidden_size": self.expert_ffn,
+                "moe_router_pre_softmax": not self.normalise_experts,
+                "moe_router_load_balancing_type": "none",
+                "moe_router_dtype": "fp32",
+            }
+        return {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.kv_groups,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": self.ffn,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": self.norm_eps,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **experts,
+        }
+
     def padded_vocab(self, tp_size: int, multiple: int = 128) -> int:
         """The smallest multiple of `multiple * tp_size` that holds the vocabulary (Megatron's padding)."""
         step = multiple * tp_size

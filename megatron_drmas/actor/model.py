@@ -1,7 +1,6 @@
 """A policy's Megatron-Core model: from a `ModelSpec` to this rank's wrapped GPTModel."""
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -24,36 +23,11 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
     """
     parallel, dtype, cuda = settings.policy.parallel, DTYPES[settings.precision.mode], settings.device == "cuda"
     fused = _with_transformer_engine(settings)
-    experts = {}
-    if spec.experts:
-        experts = {
-            "num_moe_experts": spec.experts,
-            "moe_router_topk": spec.experts_per_token,
-            "moe_ffn_hidden_size": spec.expert_ffn,
-            "moe_router_pre_softmax": not spec.normalise_experts,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": cuda,
-        }
     recompute = {}
     if settings.policy.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_groups,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **spec.transformer_arguments(),
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence,
@@ -73,7 +47,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         apply_rope_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
-        **experts,
+        moe_grouped_gemm=cuda and bool(spec.experts),
         **recompute,
         **fp8_arguments(settings.precision),
     )
