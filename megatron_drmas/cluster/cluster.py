@@ -11,7 +11,7 @@ import ray
 
 import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
-from megatron_drmas.cluster.placement import place
+from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import together
 from megatron_drmas.cluster.retrieval import RetrievalService
@@ -138,13 +138,6 @@ class Cluster:
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
-
-
-def resolve_device(config: RunConfig) -> str:
-    """cpu or cuda; `auto` takes the GPUs where the configuration counts on any."""
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    return "cuda" if config.cluster.gpus_per_node else "cpu"
 
 
 def start_ray(processes: int) -> None:

@@ -22,6 +22,13 @@ class Placement:
     engines: dict[str, list[Slot]] = field(default_factory=dict)
 
 
+def resolve_device(config: RunConfig) -> str:
+    """cpu or cuda; `auto` takes the GPUs where the configuration counts on any."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if config.cluster.gpus_per_node else "cpu"
+
+
 def place(config: RunConfig, device: str) -> Placement:
     """Lay the policies over the allocation, each on GPUs of its own.
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 
 import megatron_drmas.environments  # noqa: F401  registers the environments
@@ -13,6 +14,7 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
+from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import load_questions
@@ -29,17 +31,19 @@ CHOICES = {
     "environment.retrieval.order": ("best_first", "best_last"),
 }
 AT_LEAST = {
-    "steps": 0, "questions_per_step": 1, "group_size": 1, "team.workflow.max_turns": 1, "team.workflow.history": 0,
+    "steps": 1, "questions_per_step": 1, "group_size": 1, "team.workflow.max_turns": 1, "team.workflow.history": 0,
     "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
     "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
     "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
     "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
-    "cluster.actor_threads": 1, "cluster.engine_threads": 1,
+    "cluster.actor_threads": 1, "cluster.engine_threads": 1, "rollout.timeout_s": 1, "environment.retrieval.timeout_s": 0.1,
+    "environment.grader.timeout_s": 0.1, "cluster.start_timeout_s": 1, "cluster.sync_timeout_s": 1, "cluster.step_timeout_s": 1,
 }
 AT_LEAST_POLICY = {
     "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1, "engine.replicas": 1, "engine.tensor": 1,
     "engine.max_model_len": 1, "engine.max_num_seqs": 1, "engine.kv_cache_mib": 1, "micro_batch_tokens": 1,
-    "optimizer.lr": 0.0, "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0,
+    "optimizer.lr": 0.0, "optimizer.min_lr": 0.0, "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0, "optimizer.decay_steps": 0,
+    "optimizer.weight_decay": 0.0, "optimizer.eps": 0.0,
 }
 
 
@@ -57,6 +61,10 @@ def validate(config: RunConfig, files: bool = True) -> None:
         _choice(key, _get(config, key), options)
     for key, least in AT_LEAST.items():
         _at_least(key, _get(config, key), least)
+    if config.name in ("", ".", "..") or "/" in config.name:
+        raise ConfigError("name", config.name, "is not the name of a folder", "use letters, digits, dots, dashes and underscores")
+    if config.data.eval_limit is not None:
+        _at_least("data.eval_limit", config.data.eval_limit, 1)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
@@ -65,8 +73,14 @@ def validate(config: RunConfig, files: bool = True) -> None:
     for name, policy in config.policies.items():
         _check_policy(name, policy, config)
     _check_environment(config, files)
+    device = resolve_device(config)
+    place(config, device)
     if files:
-        device = "cuda" if config.cluster.device == "cuda" or config.cluster.device == "auto" and config.cluster.gpus_per_node else "cpu"
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "cluster.gpus_per_node", config.cluster.gpus_per_node, "torch sees no GPU on this machine",
+                "submit to nodes with GPUs, or use cluster.gpus_per_node=0 cluster.device=cpu",
+            )
         for name, policy in config.policies.items():
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
@@ -167,6 +181,17 @@ def _check_policy(name: str, policy: PolicyConfig, config: RunConfig) -> None:
     for key, least in AT_LEAST_POLICY.items():
         _at_least(f"policies.{name}.{key}", _get(policy, key), least)
     _choice(f"policies.{name}.optimizer.decay", policy.optimizer.decay, ("constant", "linear", "cosine"))
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(policy.optimizer, key) < 1:
+            raise ConfigError(f"policies.{name}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
+    if policy.optimizer.min_lr > policy.optimizer.lr:
+        raise ConfigError(f"policies.{name}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
+    decay_steps = policy.optimizer.decay_steps or config.steps * config.algorithm.updates_per_batch
+    if policy.trainable and policy.optimizer.warmup_steps >= decay_steps:
+        raise ConfigError(
+            f"policies.{name}.optimizer.warmup_steps", policy.optimizer.warmup_steps, f"the schedule has {decay_steps} optimizer steps",
+            f"use fewer, or raise steps or policies.{name}.optimizer.decay_steps",
+        )
     if policy.parallel.sequence and policy.parallel.tensor == 1:
         raise ConfigError(f"policies.{name}.parallel.sequence", True, "needs tensor parallelism", f"set policies.{name}.parallel.tensor > 1")
     longest = _longest(name, config)
