@@ -121,6 +121,11 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
         spec.check_layout(policy.parallel.tensor, policy.parallel.pipeline)
     except ConversionError as error:
         raise ConfigError(f"{prefix}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers") from error
+    if spec.experts and policy.parallel.tensor > 1 and not policy.parallel.sequence:
+        raise ConfigError(
+            f"{prefix}.parallel.sequence", False, "Megatron trains expert layers under tensor parallelism with sequence parallelism only",
+            f"set {prefix}.parallel.sequence=true",
+        )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):

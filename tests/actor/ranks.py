@@ -107,6 +107,12 @@ LAYOUTS = {
     "pp2": ParallelConfig(pipeline=2),
     "dp2": ParallelConfig(data=2),
 }
+WIDE_LAYOUTS = {
+    "tp2_pp2": ParallelConfig(tensor=2, pipeline=2),
+    "tp2_sp_pp2": ParallelConfig(tensor=2, pipeline=2, sequence=True),
+    "tp2_dp2": ParallelConfig(tensor=2, data=2),
+    "pp2_dp2": ParallelConfig(pipeline=2, data=2),
+}
 
 
 def make_settings(model: str, layout: str = "tp1", precision: str = "fp32", optimizer: dict = {}, **overrides) -> ActorSettings:
@@ -116,6 +122,7 @@ def make_settings(model: str, layout: str = "tp1", precision: str = "fp32", opti
         parallel=LAYOUTS[layout],
         optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 1e-5, **optimizer}),
         micro_batch_tokens=overrides.pop("micro_batch_tokens", 4096),
+        recompute=overrides.pop("recompute", False),
     )
     return ActorSettings("policy", policy, PrecisionConfig(precision), **{"total_steps": 10, **overrides})
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_drmas.algorithm.minibatch import plan_microbatches
-from tests.actor.ranks import LAYOUTS, make_batch, make_settings
+from tests.actor.ranks import LAYOUTS, WIDE_LAYOUTS, Ranks, make_batch, make_settings
 from tests.actor.reference import Reference
 
 RELATIVE = 1e-5
@@ -39,6 +39,33 @@ def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(r
         assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
         assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
     assert all(reports == by_rank[0] for reports in by_rank), "ranks report different things"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+def test_four_ranks_are_one(models, layout):
+    """Tensor, pipeline, data and sequence parallelism two at a time."""
+    pool = Ranks(4)
+    try:
+        batch, settings = make_batch(), make_settings(models["llama"], optimizer={"lr": 0.0})
+        loss, norm = Reference(models["llama"]).update(batch)
+        settings.policy.parallel = WIDE_LAYOUTS[layout]
+        for report in pool.run(settings, update_on_batch, batch):
+            assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
+            assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_sp", "pp2"])
+def test_recomputing_layers_changes_nothing(ranks, models, layout):
+    batch = make_batch()
+    kept, again = (
+        ranks.run(make_settings(models["qwen2"], layout, optimizer={"lr": 0.0}, recompute=recompute), update_on_batch, batch)[0]
+        for recompute in (False, True)
+    )
+    assert again["loss"] == pytest.approx(kept["loss"], rel=RELATIVE)
+    assert again["grad_norm"] == pytest.approx(kept["grad_norm"], rel=RELATIVE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

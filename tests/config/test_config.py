@@ -121,6 +121,17 @@ def test_a_family_that_is_not_known_is_named(compose, broken):
         compose(folder=broken)
 
 
+def test_experts_under_tensor_parallelism_need_sequence_parallelism(compose, broken):
+    config = json.loads((broken / "llama" / "config.json").read_text()) | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attention_bias": False,
+    }
+    (broken / "llama" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="policies.llama.parallel.sequence.*sequence=true"):
+        compose("policies.llama.parallel.tensor=2", "policies.llama.parallel.pipeline=1", folder=broken)
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(compose, broken):
     for file in ("chat_template.jinja", "chat_template.json"):
         (broken / "qwen2" / file).unlink(missing_ok=True)
