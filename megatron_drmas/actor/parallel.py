@@ -1,5 +1,6 @@
 """The process groups of one policy: torch.distributed and Megatron's parallel state, which is global to a process."""
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -27,7 +28,7 @@ def initialise_groups(settings: ActorSettings, rank: int, world_size: int, maste
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if settings.device == "cuda" else "gloo",
-        init_method=f"tcp://{master_addr}:{master_port}",
+        store=_store(rank, world_size, master_addr, master_port),
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
@@ -38,6 +39,19 @@ def initialise_groups(settings: ActorSettings, rank: int, world_size: int, maste
     seed = settings.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _store(rank: int, world_size: int, address: str, port: int) -> dist.TCPStore:
+    """The group's store; rank 0 serves it on `address` only, whereas torch's own listener takes every interface."""
+    listener = None
+    if rank == 0:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    return dist.TCPStore(
+        address, port, world_size, rank == 0, timeout=TIMEOUT, master_listen_fd=None if listener is None else listener.detach()
+    )
 
 
 def destroy_groups() -> None:

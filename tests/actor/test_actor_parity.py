@@ -2,6 +2,7 @@
 
 import math
 
+import psutil
 import pytest
 import torch
 
@@ -120,6 +121,17 @@ def test_mini_batches_clip_against_the_policy_before_the_first(ranks, models):
     assert one["clip_fraction"] == 0 and one["ratio"] == 1
     assert four["clip_fraction"] > 0.1, "later mini-batches see a policy that has moved"
     assert four["prob_ratio"] == pytest.approx(one["prob_ratio"], rel=1e-4), "the engine is compared with the policy that sampled"
+
+
+def listening(actor):
+    """Addresses on which this process accepts connections."""
+    return {found.laddr.ip for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_listen_on_loopback_only(ranks, models):
+    by_rank = ranks.run(make_settings(models["llama"], "tp2"), listening)
+    assert by_rank[0], "rank 0 serves the store"
+    assert set.union(*by_rank) <= {"127.0.0.1", "::1"}
 
 
 def log_probs_and_update(actor, batch):
