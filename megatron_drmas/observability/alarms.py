@@ -61,7 +61,7 @@ class Watch:
         for limit in LIMITS:
             for scope in ("agents", "policies"):
                 for who, metrics in line[scope].items():
-                    if limit.metric in metrics:
+                    if limit.metric in metrics and not (scope == "agents" and self._is_its_policy(who, limit.metric, line)):
                         value = metrics[limit.metric]
                         problem = self._problem(limit, (limit.metric, scope, who), value)
                         if problem:
@@ -84,6 +84,10 @@ class Watch:
         if limit.below is not None and usual > limit.floor and value < limit.below * usual:
             return f"is {value:.4g}, under {limit.below:.2g} times its running median {usual:.4g}"
         return None
+
+    def _is_its_policy(self, agent: str, metric: str, line: dict[str, Any]) -> bool:
+        """Whether the agent has a policy to itself that reports the same metric: one alarm is enough."""
+        return any(agents == [agent] and metric in line["policies"].get(policy, {}) for policy, agents in self._agents_of.items())
 
     def _called(self, scope: str, who: str) -> str:
         if scope == "agents":

@@ -69,6 +69,7 @@ class RunLog:
         self._agents_of = agents_by_policy(config)
         self._clock = clock
         self._finished = False
+        self._alarmed: set[tuple[str, str]] = set()  # (metric, who) of the last step's alarms
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         self._history = History(self._run_dir / "metrics.jsonl")
         self._tensorboard: Optional[TensorBoard] = None
@@ -129,8 +130,10 @@ class RunLog:
         alarms = self._watch.check(values)
         line = self._write("step", alarms=alarms, **values)
         self._tensorboard.add(line)
-        for alarm in alarms:
-            self._progress.note(f"warning: {alarm['message']}", style="yellow")
+        for alarm in alarms:  # in the terminal only where it begins; every one is in the report
+            if (alarm["metric"], alarm["who"]) not in self._alarmed:
+                self._progress.note(f"warning: {alarm['message']}", style="yellow")
+        self._alarmed = {(alarm["metric"], alarm["who"]) for alarm in alarms}
         self._progress.step(line, sum(line["seconds"].values()))
         if self._clock() >= self._report_due:
             self._report()

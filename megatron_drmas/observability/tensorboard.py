@@ -9,6 +9,7 @@
     evaluation/<mode>/exact_match  evaluation/<mode>/pass_at_k  evaluation/<mode>/by_source/<source>
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, step: int):
+        # Event files are read in the order of their names, which tell seconds apart and nothing finer.
+        while any(folder.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.05)
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def add(self, line: dict[str, Any]) -> None:

@@ -69,3 +69,10 @@ def test_a_skipped_optimizer_step_alarms_and_names_policy_and_agents():
     line = {"step": 3, "skipped": {"writer": 1}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"grad_norm": 0.5}}}
     (alarm,) = Watch(AGENTS_OF).check(line)
     assert alarm["message"].startswith("step 3: policy writer (agents search, answer) skipped 1 optimizer step")
+
+
+def test_an_agent_with_a_policy_to_itself_does_not_alarm_twice():
+    watch, empty = Watch(AGENTS_OF), {"skipped": {}, "nonfinite": {}}
+    line = empty | {"step": 1, "agents": {name: {"prob_ratio": 2.0} for name in ("verifier", "search")}, "policies": {"judge": {"prob_ratio": 2.0}}}
+    assert [alarm["who"] for alarm in watch.check(line)] == ["search", "judge"]
+    assert [alarm["who"] for alarm in watch.check(line | {"policies": {}})] == ["verifier", "search"]

@@ -11,6 +11,7 @@ from megatron_drmas.observability.history import read_json_lines
 from megatron_drmas.observability.records import SAMPLED
 from megatron_drmas.observability.run_log import RunLog
 from megatron_drmas.observability.summary import Summary
+from tests.observability.conftest import CONFIG, step_record
 
 STEPS = 6
 OF_A_START = ("startup_seconds", "restarts", "seconds", "peak_memory_gib")
@@ -219,3 +220,17 @@ def test_trajectories_of_steps_and_evaluations_are_kept_to_read(tmp_path, play):
         "evaluation_sampled_000000.jsonl": "question of step 0",
         "evaluation_greedy_000000.jsonl": "question of step 0",
     }
+
+
+def test_an_alarm_is_said_where_it_begins_and_logged_in_every_step(tmp_path, capsys):
+    """High in steps 2 to 4 and 6."""
+    with RunLog(tmp_path, CONFIG, "team", 0, 7) as log:
+        log.started()
+        for step in range(1, 8):
+            record = step_record(1)
+            record.step = step
+            record.policies["writer"]["prob_ratio"] = 2.0 if step in (2, 3, 4, 6) else 1.0
+            log.log_step(record)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert [line.split(":")[1].strip() for line in said] == ["step 2", "step 6"]
+    assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"prob_ratio": 4}
