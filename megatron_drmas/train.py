@@ -71,7 +71,7 @@ async def train(config: RunConfig) -> None:
                 for learners, stream in stages:
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
-                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream),
+                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.of_turns),
                             lambda count: [questions[index] for index in sampler.draw(count)],
                             config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
                         )

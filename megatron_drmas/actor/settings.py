@@ -51,4 +51,4 @@ class ActorSettings:
     @property
     def decay_steps(self) -> int:
         """Optimizer steps over which the learning rate decays."""
-        return self.policy.optimizer.decay_steps or self.total_steps * self.updates_per_batch
+        return self.policy.optimizer.schedule_steps(self.total_steps * self.updates_per_batch)

@@ -13,7 +13,7 @@ import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
-from megatron_drmas.cluster.process import together
+from megatron_drmas.cluster.process import ProcessFailure, together
 from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS
@@ -88,11 +88,7 @@ class Cluster:
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
-        weights = config.algorithm.reward
-        self.collector = Collector(
-            Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed,
-            rewards_turns=bool(weights.turn or weights.role),
-        )
+        self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
 
     @property
     def trainable(self) -> dict[str, PolicyRuntime]:
@@ -160,5 +156,11 @@ async def _reserve(config: RunConfig, device: str) -> Optional[Any]:
         return None
     bundle = {"GPU": config.cluster.gpus_per_node, "CPU": 1}
     group = ray.util.placement_group([bundle] * config.cluster.nodes, strategy="STRICT_SPREAD")
-    await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
+    except asyncio.TimeoutError as error:
+        raise ProcessFailure(
+            f"Ray has not found {config.cluster.nodes} nodes with cluster.gpus_per_node={config.cluster.gpus_per_node} free GPUs each "
+            f"in {config.cluster.start_timeout_s:g} s; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see"
+        ) from error
     return group

@@ -71,11 +71,11 @@ class RemoteProcess:
         except OutOfMemoryError as error:
             raise ProcessFailure(f"{self.name}: Ray ended it during {method} because the machine ran out of memory; log: {self.log}") from error
         except RayError as error:
-            raise ProcessFailure(f"{self.name}: died during {method}; log: {self.log}") from error
+            raise ProcessFailure(f"{self.name}: died during {method}: {_last_line(error)}; log: {self.log}") from error
 
 
-def _last_line(error: RayTaskError) -> str:
-    cause = error.cause
+def _last_line(error: RayError) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else None
     return f"{type(cause).__name__}: {cause}".split("\n")[0] if cause is not None else str(error).strip().split("\n")[-1]
 
 

@@ -26,6 +26,11 @@ class RewardConfig:
     success: float = 0.5  # a trajectory that returns at least this succeeded, for `verdict`
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
+    @property
+    def of_turns(self) -> bool:
+        """Whether what calls earn by themselves counts."""
+        return bool(self.role or self.turn)
+
 
 @dataclass
 class AdvantageConfig:

@@ -42,6 +42,10 @@ class OptimizerConfig:
     grad_clip: float = 1.0
     distributed: bool = True  # Megatron's distributed optimizer
 
+    def schedule_steps(self, optimizer_steps: int) -> int:
+        """Optimizer steps over which the learning rate decays, in a run of so many."""
+        return self.decay_steps or optimizer_steps
+
 
 @dataclass
 class EngineConfig:
@@ -126,7 +130,7 @@ class RetrievalConfig:
     corpus: Optional[str] = None  # JSON lines {"id", "contents"}
     topk: int = 3
     timeout_s: float = 60.0
-    concurrency: int = 64
+    concurrency: int = 64  # requests at once, each of the queries that agents make in the same moment
     order: str = "best_first"  # best_first | best_last: order of the passages in a prompt
 
 

@@ -76,10 +76,10 @@ def validate(config: RunConfig, files: bool = True) -> None:
     device = resolve_device(config)
     place(config, device)
     if files:
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and torch.cuda.device_count() < config.cluster.gpus_per_node:
             raise ConfigError(
-                "cluster.gpus_per_node", config.cluster.gpus_per_node, "torch sees no GPU on this machine",
-                "submit to nodes with GPUs, or use cluster.gpus_per_node=0 cluster.device=cpu",
+                "cluster.gpus_per_node", config.cluster.gpus_per_node, f"torch sees {torch.cuda.device_count()} GPUs on this machine",
+                "ask Slurm for as many, or use cluster.gpus_per_node=0 cluster.device=cpu",
             )
         for name, policy in config.policies.items():
             spec = check_model(f"policies.{name}", policy)
@@ -191,7 +191,7 @@ def _check_policy(name: str, policy: PolicyConfig, config: RunConfig) -> None:
             raise ConfigError(f"policies.{name}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
     if policy.optimizer.min_lr > policy.optimizer.lr:
         raise ConfigError(f"policies.{name}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
-    decay_steps = policy.optimizer.decay_steps or config.steps * config.algorithm.updates_per_batch
+    decay_steps = policy.optimizer.schedule_steps(config.steps * config.algorithm.updates_per_batch)
     if policy.trainable and policy.optimizer.warmup_steps >= decay_steps:
         raise ConfigError(
             f"policies.{name}.optimizer.warmup_steps", policy.optimizer.warmup_steps, f"the schedule has {decay_steps} optimizer steps",

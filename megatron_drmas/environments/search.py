@@ -31,6 +31,16 @@ def exact_match(answer: Optional[str], accepted: tuple[str, ...]) -> float:
     return float(normalise_answer(answer) in {normalise_answer(gold) for gold in accepted})
 
 
+class _Refused(Exception):
+    """The server answered, but not with the passages."""
+
+
+def _settle(asked: list[tuple[str, asyncio.Future]], error: BaseException) -> None:
+    for _, found in asked:
+        if not found.done():
+            found.cancel() if isinstance(error, asyncio.CancelledError) else found.set_exception(error)
+
+
 @register_environment("search")
 class SearchEnvironment(Environment):
     """Retrieval over HTTP (`POST {url}/retrieve`) and exact match on the Answer agent's own output."""
@@ -50,9 +60,13 @@ class SearchEnvironment(Environment):
         return self
 
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
-        for task in list(self._tasks):
+        for _, found in self._waiting:
+            found.cancel()
+        self._waiting.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -79,19 +93,23 @@ class SearchEnvironment(Environment):
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, asked: list[tuple[str, asyncio.Future]]) -> None:
-        """Ask together; after a failure each alone, so that a query nobody can answer costs its own trajectory only."""
+        """Ask together; where the server refuses, each alone, so that a query it cannot answer costs its own trajectory only."""
         try:
             answers = await self._ask([query for query, _ in asked])
-        except TrajectoryFailure as failure:
-            for query, found in asked:
-                if len(asked) > 1:
+        except _Refused as refusal:
+            if len(asked) > 1:
+                for query, found in asked:
                     self._start([(query, found)])
-                elif not found.done():
-                    found.set_exception(failure)
-            return
-        for (_, found), passages in zip(asked, answers):
-            if not found.done():
-                found.set_result(passages)
+            else:
+                _settle(asked, TrajectoryFailure("retrieval", str(refusal)))
+        except BaseException as error:
+            _settle(asked, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for (_, found), passages in zip(asked, answers):
+                if not found.done():
+                    found.set_result(passages)
 
     async def _ask(self, queries: list[str]) -> list[list[str]]:
         settings = self.config.retrieval
@@ -99,20 +117,24 @@ class SearchEnvironment(Environment):
         try:
             async with self._session.post(f"{settings.url.rstrip('/')}/retrieve", json=request) as response:
                 if response.status != 200:
-                    raise TrajectoryFailure("retrieval", f"{settings.url} answered {response.status}")
+                    raise _Refused(f"{settings.url} answered {response.status}")
                 result = (await response.json())["result"]
                 if len(result) != len(queries):
-                    raise TrajectoryFailure("retrieval", f"{settings.url} answered {len(result)} of {len(queries)} queries")
+                    raise _Refused(f"{settings.url} answered {len(result)} of {len(queries)} queries")
                 answers = [[passage["contents"] for passage in found[:settings.topk]] for found in result]
         except asyncio.TimeoutError as error:
             raise TrajectoryFailure("retrieval", f"{settings.url} gave no answer in {settings.timeout_s} s") from error
-        except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
+        except aiohttp.ClientConnectorError as error:
             raise TrajectoryFailure("retrieval", f"{settings.url}: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise _Refused(f"{settings.url}: {type(error).__name__}: {error}") from error
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
 
     def supports(self, question: Question, passages: list[str]) -> bool:
+        """Whether an accepted answer stands in any passage as whole words; "yes" and "no" stand in too many to count."""
         words = [f" {normalise_answer(passage)} " for passage in passages]
-        return any(f" {normalise_answer(gold)} " in text for gold in question.answers for text in words)
+        answers = {normalise_answer(gold) for gold in question.answers} - {"", "yes", "no"}
+        return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
         return exact_match(outcome.answer, question.answers)

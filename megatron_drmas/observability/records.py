@@ -18,9 +18,10 @@ GENERATE, WEIGHT_SYNC, CHECKPOINT = "generate", "weight_sync", "checkpoint"  # p
 class StepRecord:
     """One training step.  `step` counts from 1; the policies are those after the step's update.
 
-    `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves), advantage_mean,
-    advantage_std, response_length (tokens), invalid_rate, calls_per_trajectory, baseline_inflation (the factor by which a
-    group baseline would inflate the agent's squared advantage), and what the actor reports by agent.
+    `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves; 0 where
+    the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), invalid_rate,
+    calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the agent's squared
+    advantage), and what the actor reports by agent.
     `policies[name]`: loss, grad_norm (before clipping), clip_fraction, entropy, lr, prob_ratio (mean trainer/engine
     token probability ratio), logprob_diff_max, logprob_diff_mean.
     """

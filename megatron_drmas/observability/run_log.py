@@ -69,7 +69,6 @@ class RunLog:
         self._agents_of = agents_by_policy(config)
         self._clock = clock
         self._finished = False
-        self._alarmed: set[tuple[str, str]] = set()  # (metric, who) of the last step's alarms
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         self._history = History(self._run_dir / "metrics.jsonl")
         self._tensorboard: Optional[TensorBoard] = None
@@ -130,10 +129,10 @@ class RunLog:
         alarms = self._watch.check(values)
         line = self._write("step", alarms=alarms, **values)
         self._tensorboard.add(line)
-        for alarm in alarms:  # in the terminal only where it begins; every one is in the report
+        for alarm in alarms:  # said where it begins; every one is in metrics.jsonl
             if (alarm["metric"], alarm["who"]) not in self._alarmed:
                 self._progress.note(f"warning: {alarm['message']}", style="yellow")
-        self._alarmed = {(alarm["metric"], alarm["who"]) for alarm in alarms}
+        self._alarmed = _who(alarms)
         self._progress.step(line, sum(line["seconds"].values()))
         if self._clock() >= self._report_due:
             self._report()
@@ -171,14 +170,14 @@ class RunLog:
         self._history.cut(step)
         self._seconds: dict[str, float] = {}  # by phase, since the last line
         self._logged = self._clock()
-        for path in (self._run_dir / "trajectories").glob("*.jsonl"):
+        for path in (self._run_dir / "trajectories").glob("*_[0-9]*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
-        self._summary, self._watch = Summary(*self._about), Watch(self._agents_of)
+        self._summary, self._watch, self._alarmed = Summary(*self._about), Watch(self._agents_of), set()
         for line in self._history:
             self._summary.add(line)
             if line["kind"] == "step":
-                self._watch.check(line)
+                self._alarmed = _who(self._watch.check(line))
         self._summary.write(self._run_dir / "summary.json")
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -214,6 +213,10 @@ class RunLog:
         write_report(self._run_dir)
         ended = self._clock()
         self._report_due = ended + max(REPORT_EVERY_S, (ended - began) / REPORT_SHARE)
+
+
+def _who(alarms: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(alarm["metric"], alarm["who"]) for alarm in alarms}
 
 
 def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:

@@ -50,12 +50,11 @@ class Collector:
         tokenizers: one per policy.
         config: limits of prompts and responses.
         seed: the run's seed.
-        rewards_turns: let workflows find out what each call earns by itself.
     """
 
     def __init__(
         self, team: Team, environment: Environment, clients: dict[str, PolicyClient], tokenizers: dict[str, ChatTokenizer],
-        config: RolloutConfig, seed: int, rewards_turns: bool = False,
+        config: RolloutConfig, seed: int,
     ):
         self.team = team
         self.environment = environment
@@ -63,12 +62,16 @@ class Collector:
         self.tokenizers = tokenizers
         self.config = config
         self.seed = seed
-        self.rewards_turns = rewards_turns
         self._lockstep = any(client.lockstep for client in clients.values())
         self._live = 0
 
-    async def collect(self, questions: list[Question], samples: int, sampling: Sampling) -> list[Trajectory]:
+    async def collect(
+        self, questions: list[Question], samples: int, sampling: Sampling, rewards_turns: bool = False,
+    ) -> list[Trajectory]:
         """Run the workflow `samples` times on each question.
+
+        Args:
+            rewards_turns: let the workflow find out what each call earns by itself.
 
         Returns:
             len(questions) x samples trajectories, a question's trajectories side by side.
@@ -77,26 +80,26 @@ class Collector:
         width = self.config.max_in_flight
         if self._lockstep:
             for start in range(0, len(trajectories), width):
-                await self._run_together(trajectories[start:start + width], sampling)
+                await self._run_together(trajectories[start:start + width], sampling, rewards_turns)
         else:
             gate = asyncio.Semaphore(width)
 
             async def gated(trajectory: Trajectory) -> None:
                 async with gate:
-                    await self._run(trajectory, sampling)
+                    await self._run(trajectory, sampling, rewards_turns)
 
             await _all(gated(trajectory) for trajectory in trajectories)
         return trajectories
 
-    async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling) -> None:
+    async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling, rewards_turns: bool) -> None:
         self._live = len(trajectories)
-        await _all(self._run(trajectory, sampling) for trajectory in trajectories)
+        await _all(self._run(trajectory, sampling, rewards_turns) for trajectory in trajectories)
 
-    async def _run(self, trajectory: Trajectory, sampling: Sampling) -> None:
-        context = _TrajectoryContext(self, trajectory, sampling)
+    async def _run(self, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool) -> None:
+        context = _TrajectoryContext(self, trajectory, sampling, rewards_turns)
         try:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
-            trajectory.reward = await self.environment.reward(trajectory.question, trajectory.outcome)
+            trajectory.reward = await context.reward(trajectory.outcome)
             earned: dict[str, list[float]] = defaultdict(list)
             for turn in trajectory.turns:
                 earned[turn.agent].append(turn.reward)
@@ -117,11 +120,12 @@ class Collector:
 class _TrajectoryContext:
     """The `Context` of one trajectory."""
 
-    def __init__(self, collector: Collector, trajectory: Trajectory, sampling: Sampling):
+    def __init__(self, collector: Collector, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool):
         self._collector = collector
         self._trajectory = trajectory
         self._sampling = sampling
-        self.rewards_turns = collector.rewards_turns
+        self.rewards_turns = rewards_turns
+        self._grades: dict[Optional[str], float] = {}
 
     async def call(self, agent: str, **variables: Any) -> Turn:
         role = self._collector.team.agents[agent]
@@ -156,7 +160,13 @@ class _TrajectoryContext:
         return await self._collector.environment.retrieve(query)
 
     async def grade(self, answer: Optional[str]) -> float:
-        return await self._collector.environment.reward(self._trajectory.question, Outcome(answer))
+        return await self.reward(Outcome(answer))
+
+    async def reward(self, outcome: Outcome) -> float:
+        """The environment's return of an outcome; an answer is graded once."""
+        if outcome.answer not in self._grades:
+            self._grades[outcome.answer] = await self._collector.environment.reward(self._trajectory.question, outcome)
+        return self._grades[outcome.answer]
 
     def supports(self, passages: list[str]) -> bool:
         return self._collector.environment.supports(self._trajectory.question, passages)

@@ -29,8 +29,8 @@ class SearchWorkflow(Workflow):
     A malformed verdict counts as "no" and a malformed query finds nothing; both still cost the row its invalid-output
     penalty.  A team that has no "yes" after `max_turns` verdicts gives no answer.
 
-    By itself a query earns 1 if a passage it found holds the answer, a verdict 1 if it is "yes" exactly when a passage
-    shown does, and an answer its grade.
+    By itself a query earns 1 if a passage it found holds the answer, a verdict 1 if it is "yes" exactly when a passage of
+    the history does, and an answer its grade.
     """
 
     agents = ("verifier", "search", "answer")

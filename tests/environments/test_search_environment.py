@@ -86,6 +86,42 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
     assert isinstance(failure, TrajectoryFailure) and failure.cause == "retrieval"
 
 
+def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
+    async def run():
+        async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))) as environment:
+            async def fails(queries):
+                raise RuntimeError("unforeseen")
+
+            monkeypatch.setattr(environment, "_ask", fails)
+            return await asyncio.wait_for(asyncio.gather(*(environment.retrieve("q") for _ in range(3)), return_exceptions=True), 5)
+
+    assert [type(error) for error in asyncio.run(run())] == [RuntimeError] * 3
+
+
+def test_queries_in_flight_end_with_the_environment():
+    async def run():
+        environment = SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9")))
+        await environment.__aenter__()
+        early = asyncio.ensure_future(environment.retrieve("q"))
+        await asyncio.sleep(0)
+        await environment.__aexit__(None, None, None)
+        await asyncio.wait([early], timeout=5)
+        return early.done()
+
+    assert asyncio.run(run())
+
+
+def test_a_time_out_is_not_tried_again():
+    requests = []
+
+    async def slow_and_counted(request):
+        requests.append(request)
+        await asyncio.sleep(5)
+
+    found = ask(slow_and_counted, queries=5, timeout_s=0.3)
+    assert all(isinstance(each, TrajectoryFailure) for each in found) and len(requests) == 1
+
+
 def test_a_server_that_is_gone_is_the_trajectory_s_failure():
     async def run():
         config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9", timeout_s=1))
@@ -131,6 +167,8 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
     ("The Mayor of Bavor is Duvas.", ("An Other", "the Duvas"), True),
     ("the mayor of Bavor is Duvasel.", ("Duvas",), False),
     ("", ("Duvas",), False),
+    ("no", ("no",), False),
+    ("the", ("the",), False),
 ])
 def test_a_passage_supports_an_answer_that_it_holds_as_whole_words(passage, accepted, holds):
     environment = SearchEnvironment(EnvironmentConfig(name="search"))

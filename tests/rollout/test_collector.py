@@ -107,10 +107,10 @@ def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewa
             await client.__aenter__()
         collector = Collector(
             TEAM, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
-            config or RolloutConfig(), seed=5, rewards_turns=rewards_turns,
+            config or RolloutConfig(), seed=5,
         )
         try:
-            return await collector.collect(QUESTIONS, samples, SAMPLING), built
+            return await collector.collect(QUESTIONS, samples, SAMPLING, rewards_turns), built
         finally:
             for client in clients.values():
                 await client.__aexit__(None, None, None)

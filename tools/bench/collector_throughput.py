@@ -11,7 +11,6 @@ The last line is JSON.
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -36,8 +35,11 @@ def start_alone(config: RunConfig) -> dict[str, Connection]:
     spawn, pipes = multiprocessing.get_context("spawn"), {}
     for name, policy in config.policies.items():
         pipes[name], end = spawn.Pipe()
-        settings = EngineSettings(name, policy.model, dataclasses.replace(policy.engine), dtype=config.precision.rollout)
+        settings = EngineSettings(
+            name, policy.model, policy.engine, dtype=config.precision.rollout, seed=config.seed, threads=config.cluster.engine_threads,
+        )
         spawn.Process(target=child, args=(end, vllm_alone, settings), daemon=True).start()
+        end.close()  # or a child that died would be waited for
         pipes[name].recv()
     return pipes
 
@@ -111,6 +113,7 @@ def main() -> None:
         copy_team(Path(folder, "team"), seed=0)
         config = compose_config("search_hetero", [f"variables.tiny_team={folder}/team", f"output_dir={folder}", *args.overrides])
         validate(config)
+        os.environ["OMP_NUM_THREADS"] = str(config.cluster.engine_threads)
         ok = asyncio.run(measure(config, args.rounds))
     sys.exit(not ok)
 
