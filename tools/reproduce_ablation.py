@@ -27,6 +27,7 @@ from tools.ablation.results import Run, read_run, summarise
 from tools.ablation.variants import VARIANTS
 
 TURNS = (2, 3, 4)
+PRECISIONS = ("fp32", "bf16", "fp8_emulated")
 
 
 def frozen_config(args: argparse.Namespace) -> RunConfig:
@@ -112,14 +113,13 @@ def steps_done(folder: Path) -> int:
 
 
 def collect_runs(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
-    """precision -> variant -> finished runs over seeds."""
+    """precision -> variant -> runs over seeds: all in the folder that have made so many steps, also of earlier commands."""
     runs: dict[str, dict[str, list[Run]]] = {}
-    for precision in args.precisions:
-        for variant in args.variants:
-            for seed in range(args.seeds):
-                folder = args.out / "runs" / f"{precision}_{variant}_{seed}"
-                if steps_done(folder) >= args.steps:
-                    runs.setdefault(precision, {}).setdefault(variant, []).append(read_run(folder / "metrics.jsonl"))
+    for precision in PRECISIONS:
+        for variant in VARIANTS:
+            for metrics in sorted((args.out / "runs").glob(f"{precision}_{variant}_[0-9]*/metrics.jsonl")):
+                if steps_done(metrics.parent) >= args.steps:
+                    runs.setdefault(precision, {}).setdefault(variant, []).append(read_run(metrics))
     return runs
 
 
@@ -144,7 +144,7 @@ def main() -> None:
         "--seeds", type=int, default=5, help="training runs of each variant and precision; 0: frozen policies only"
     )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "fp8_emulated"], choices=["fp32", "bf16", "fp8_emulated"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "fp8_emulated"], choices=PRECISIONS)
     parser.add_argument(
         "--variants",
         nargs="+",
