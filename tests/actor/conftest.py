@@ -14,15 +14,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Two processes, for every layout of at most two ranks."""
+    """Two processes, for every layout of at most two ranks.  Not kept for longer: gloo's threads wake even when idle."""
     pool = Ranks(2)
     yield pool
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def fresh_ranks() -> Iterator[Callable[[], Ranks]]:
     """Makes processes that have run nothing yet."""
     pools = []

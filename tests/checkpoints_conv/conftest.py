@@ -21,9 +21,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Four processes, for every layout of at most four ranks."""
+    """Four processes, for every layout of at most four ranks.  Not kept for longer: gloo's threads wake even when idle."""
     pool = Ranks(4)
     yield pool
     pool.close()
