@@ -70,8 +70,14 @@ class Checkpoints:
         found = self.complete()
         if not found:
             return None
-        state = json.loads((found[-1] / "state.json").read_text())
-        theirs, ours = _flat(state["config"]), _flat(json.loads(json.dumps(config)))
+        try:
+            state = json.loads((found[-1] / "state.json").read_text())
+            theirs, _ = _flat(state["config"]), state["step"]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ConfigError(
+                "resume", "auto", f"{found[-1] / 'state.json'} is damaged", "remove that folder to go on from the one before, or use resume=never"
+            ) from error
+        ours = _flat(json.loads(json.dumps(config)))
         for key in sorted(theirs.keys() | ours.keys()):
             if theirs.get(key) != ours.get(key) and not _may_differ(key):
                 raise ConfigError(

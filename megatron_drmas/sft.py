@@ -59,14 +59,24 @@ def validate(config: SftConfig) -> None:
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    from megatron_drmas.config.validate import check_model
+    import torch
 
+    from megatron_drmas.actor.precision import check_precision
+    from megatron_drmas.config.validate import check_finite, check_model, check_name, check_output, check_policy
+
+    check_finite(config)
+    check_name(config.name)
     for key, least in (("steps", 1), ("batch_size", 1), ("threads", 1), ("prompt_weight", 0)):
         if getattr(config, key) < least:
             raise ConfigError(key, getattr(config, key), "is too small", f"use at least {least}")
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError("device", config.device, "is unknown", "choose one of: auto, cpu, cuda")
-    check_model("policy", config.policy)
+    check_policy("policy", config.policy, config.steps)
+    device = "cuda" if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
+        raise ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
+    check_precision(config.precision, device, check_model("policy", config.policy).layers)
+    check_output(Path(config.output_dir) / config.name)
 
 
 def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metrics: None) -> Path:

@@ -45,7 +45,7 @@ async def train(config: RunConfig) -> None:
 
     run_dir = Path(config.output_dir) / config.name
     checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
-    resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else checkpoints.clear()
+    resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
     folder, state = resumed if resumed else (None, {"step": 0})
     done = state["step"]
 
@@ -63,6 +63,8 @@ async def train(config: RunConfig) -> None:
                     await cluster.load(folder)
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done, verify=True)
+            if not resumed:
+                checkpoints.clear()  # only now: the new run has come as far as starting
             log.started()
             await evaluate_team(cluster, log, done)
 

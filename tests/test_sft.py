@@ -130,6 +130,11 @@ def test_the_command_trains_as_transformers_would(model, data, tmp_path, layout)
     ("policy.model=/none", "policy.model"),
     ("data=/none.jsonl", "data"),
     ("steps=0", "steps"),
+    ("policy.parallel.data=0", "policy.parallel.data"),
+    ("policy.optimizer.warmup_steps=1", "policy.optimizer.warmup_steps"),
+    ("precision.mode=fp8", "precision.mode"),
+    ("name=..", "name"),
+    ("policy.optimizer.lr=.nan", "policy.optimizer.lr"),
 ])
 def test_a_setting_that_cannot_work_is_one_line(model, data, tmp_path, override, named):
     settings = {"policy.model": model, "data": data, "steps": "1"} | dict([override.split("=")])

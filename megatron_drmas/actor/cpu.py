@@ -55,7 +55,8 @@ def install() -> bool:
         return True
     torch.compiler.set_stance("force_eager")
     torch.cuda.current_device = _current_device
-    torch.cuda.synchronize = torch.cuda.empty_cache = torch.cuda.set_device = _nothing
+    for name in ("synchronize", "empty_cache", "set_device"):  # one function each: Dynamo has a rule for every one
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.stream = Idle
     torch.cuda.current_stream = torch.cuda.default_stream = Idle
     torch.cuda.get_rng_state = _rng_state
@@ -81,10 +82,6 @@ def install() -> bool:
 
 def _current_device() -> torch.device:
     return CPU
-
-
-def _nothing(*args, **kwargs) -> None:
-    pass
 
 
 def _itself(value, *args, **kwargs):

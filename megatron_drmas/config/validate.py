@@ -1,6 +1,9 @@
 """Everything about a configuration that can be wrong and can be seen before a process starts."""
 
 import json
+import math
+import os
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import HfFolder, read_config, read_json
+from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
@@ -19,6 +24,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import load_questions
 from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.environments.corpus import CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt
 from megatron_drmas.team.workflow import WORKFLOWS
@@ -31,7 +37,7 @@ CHOICES = {
     "environment.retrieval.order": ("best_first", "best_last"),
 }
 AT_LEAST = {
-    "steps": 1, "questions_per_step": 1, "group_size": 1, "team.workflow.max_turns": 1, "team.workflow.history": 0,
+    "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0,
     "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
     "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
     "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
@@ -61,8 +67,10 @@ def validate(config: RunConfig, files: bool = True) -> None:
         _choice(key, _get(config, key), options)
     for key, least in AT_LEAST.items():
         _at_least(key, _get(config, key), least)
-    if config.name in ("", ".", "..") or "/" in config.name:
-        raise ConfigError("name", config.name, "is not the name of a folder", "use letters, digits, dots, dashes and underscores")
+    check_finite(config)
+    check_name(config.name)
+    if config.seed >= 2**31:
+        raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
     if config.data.eval_limit is not None:
         _at_least("data.eval_limit", config.data.eval_limit, 1)
     for key in ("rollout.top_p", "evaluation.top_p"):
@@ -71,7 +79,8 @@ def validate(config: RunConfig, files: bool = True) -> None:
     check_algorithm_config(config.algorithm)
     _check_team(config)
     for name, policy in config.policies.items():
-        _check_policy(name, policy, config)
+        check_policy(f"policies.{name}", policy, config.steps * config.algorithm.updates_per_batch)
+        _check_room(name, policy, config)
     _check_environment(config, files)
     device = resolve_device(config)
     place(config, device)
@@ -87,6 +96,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
             check_precision(config.precision, device, spec.layers)
         load_questions(config.data.train, "data.train")
         load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+        check_output(Path(config.output_dir) / config.name)
 
 
 def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
@@ -108,10 +118,12 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
         problem = "has no config.json" if folder.is_dir() else "no such folder"
         raise ConfigError(key, policy.model, problem, "give a Hugging Face model folder")
     try:
-        hf_config = json.loads((folder / "config.json").read_text())
+        hf_config = read_config(folder)
         spec = family_of(hf_config).model_spec(hf_config)
-    except (ValueError, ConversionError) as error:
+    except ConversionError as error:
         raise ConfigError(key, policy.model, str(error), "give a model of a supported family") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:  # a size that is no size
+        raise ConfigError(key, policy.model, f"config.json makes no sense ({type(error).__name__}: {error})", "download it again") from error
     for part, size in (("parallel.tensor", policy.parallel.tensor), ("engine.tensor", policy.engine.tensor)):
         try:
             spec.check_layout(size)
@@ -130,8 +142,12 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
         raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(key, policy.model, "has no tokenizer", "copy the model's tokenizer files into the folder")
-    tokenizer = folder / "tokenizer_config.json"
-    template = tokenizer.is_file() and json.loads(tokenizer.read_text()).get("chat_template")
+    try:
+        HfFolder(folder).check(ModelMapping(spec))
+        settings = {name: read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()}
+    except ConversionError as error:
+        raise ConfigError(key, policy.model, str(error), "copy or convert the model again") from error
+    template = settings.get("tokenizer_config.json", {}).get("chat_template")
     if not template and not (folder / "chat_template.jinja").is_file() and not (folder / "chat_template.json").is_file():
         raise ConfigError(key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model")
     return spec
@@ -151,6 +167,44 @@ def _choice(key: str, value: str, options: Any) -> None:
 def _at_least(key: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(key, value, "is too small", f"use at least {least:g}")
+
+
+def check_finite(node: Any, prefix: str = "") -> None:
+    """Every number of a configuration.
+
+    Raises:
+        ConfigError: the first that is infinite, or not a number.
+    """
+    children = node.items() if isinstance(node, dict) else ((f.name, getattr(node, f.name)) for f in fields(node)) if is_dataclass(node) else ()
+    for name, child in children:
+        check_finite(child, f"{prefix}.{name}" if prefix else str(name))
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ConfigError(prefix, node, "is not a finite number", "use one")
+
+
+def check_name(name: str) -> None:
+    """A run's name, which becomes a folder's.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if name in ("", ".", "..") or "/" in name or len(name.encode()) > 200:
+        raise ConfigError("name", name[:200], "is not the name of a folder", "use letters, digits, dots, dashes and underscores, at most 200")
+
+
+def check_output(folder: Path) -> None:
+    """A run's folder, made if it is missing.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise ConfigError("output_dir", str(folder.parent), f"{type(error).__name__}: {error.strerror}", "choose a folder that can be written") from error
+    if not writable:
+        raise ConfigError("output_dir", str(folder.parent), "cannot be written", "choose another folder")
 
 
 def _check_team(config: RunConfig) -> None:
@@ -182,23 +236,35 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"policies.{name}", None, "speaks for no agent", "map an agent to it or remove it")
 
 
-def _check_policy(name: str, policy: PolicyConfig, config: RunConfig) -> None:
+def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> None:
+    """Check a policy's own settings, without its model.
+
+    Args:
+        prefix: the policy's key in the configuration, for error messages.
+        optimizer_steps: of the whole run.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
     for key, least in AT_LEAST_POLICY.items():
-        _at_least(f"policies.{name}.{key}", _get(policy, key), least)
-    _choice(f"policies.{name}.optimizer.decay", policy.optimizer.decay, ("constant", "linear", "cosine"))
+        _at_least(f"{prefix}.{key}", _get(policy, key), least)
+    _choice(f"{prefix}.optimizer.decay", policy.optimizer.decay, ("constant", "linear", "cosine"))
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(policy.optimizer, key) < 1:
-            raise ConfigError(f"policies.{name}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
+            raise ConfigError(f"{prefix}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
     if policy.optimizer.min_lr > policy.optimizer.lr:
-        raise ConfigError(f"policies.{name}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
-    decay_steps = policy.optimizer.schedule_steps(config.steps * config.algorithm.updates_per_batch)
+        raise ConfigError(f"{prefix}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
+    decay_steps = policy.optimizer.schedule_steps(optimizer_steps)
     if policy.trainable and policy.optimizer.warmup_steps >= decay_steps:
         raise ConfigError(
-            f"policies.{name}.optimizer.warmup_steps", policy.optimizer.warmup_steps, f"the schedule has {decay_steps} optimizer steps",
-            f"use fewer, or raise steps or policies.{name}.optimizer.decay_steps",
+            f"{prefix}.optimizer.warmup_steps", policy.optimizer.warmup_steps, f"the schedule has {decay_steps} optimizer steps",
+            f"use fewer, or raise steps or {prefix}.optimizer.decay_steps",
         )
     if policy.parallel.sequence and policy.parallel.tensor == 1:
-        raise ConfigError(f"policies.{name}.parallel.sequence", True, "needs tensor parallelism", f"set policies.{name}.parallel.tensor > 1")
+        raise ConfigError(f"{prefix}.parallel.sequence", True, "needs tensor parallelism", f"set {prefix}.parallel.tensor > 1")
+
+
+def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
     longest = _longest(name, config)
     key = f"policies.{name}.engine.max_model_len"
     if policy.engine.max_model_len < longest:
@@ -222,8 +288,13 @@ def _check_environment(config: RunConfig, files: bool) -> None:
     retrieval = config.environment.retrieval
     if not retrieval.url and not retrieval.corpus:
         raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
-    if files and not retrieval.url and not Path(retrieval.corpus).is_file():
-        raise ConfigError("environment.retrieval.corpus", retrieval.corpus, "no such file", 'give JSON lines {"id", "contents"}')
+    if files and not retrieval.url:
+        try:
+            check_corpus(retrieval.corpus)
+        except CorpusError as error:
+            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
+        except OSError as error:
+            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}') from error
 
 
 def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunConfig) -> None:

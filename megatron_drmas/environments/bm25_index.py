@@ -19,14 +19,12 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
+from megatron_drmas.environments.corpus import CorpusError, parse_line
+
 logger = logging.getLogger(__name__)
 
 FORMAT = f"v1-bm25s-{bm25s.__version__}"  # part of the cache's key: an index of another format is never read
 _WORD = re.compile(r"\w+")
-
-
-class CorpusError(ValueError):
-    """A corpus that cannot be read; the message names the file, the line and what is expected there."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,6 @@ def split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _parse_line(raw: bytes, path: Path, number: int) -> tuple[str, str]:
-    expected = f'{path}:{number}: expected {{"id": …, "contents": "…"}}'
-    try:
-        record = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{expected}, got a line that is not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise CorpusError(f"{expected}, got {type(record).__name__}")
-    for key, kinds in (("id", (str, int)), ("contents", (str,))):
-        if key not in record:
-            raise CorpusError(f"{expected}, got no {key!r} (keys: {', '.join(map(repr, record)) or 'none'})")
-        if not isinstance(record[key], kinds) or isinstance(record[key], bool):
-            raise CorpusError(f"{expected}, got {key!r} of type {type(record[key]).__name__}")
-    return str(record["id"]), record["contents"]
-
-
 def _read_corpus(path: Path) -> tuple[list[list[str]], np.ndarray]:
     """Words of every passage and the byte offset of every passage's line; blank lines are skipped."""
     words, offsets, first_line = [], [], {}
@@ -66,7 +48,7 @@ def _read_corpus(path: Path) -> tuple[list[list[str]], np.ndarray]:
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
-                identity, contents = _parse_line(raw, path, number)
+                identity, contents = parse_line(raw, path, number)
                 if identity in first_line:
                     raise CorpusError(f"{path}:{number}: id {identity!r} was used on line {first_line[identity]}; ids are unique")
                 first_line[identity] = number

@@ -32,7 +32,7 @@ def compose(team_dir):
     """Compose the default recipe on the small models of this module, and check it."""
 
     def checked(*overrides, folder=team_dir):
-        config = compose_config("search_hetero", [f"variables.tiny_team={folder}", *overrides])
+        config = compose_config("search_hetero", [f"variables.tiny_team={folder}", f"output_dir={folder}/outputs", *overrides])
         validate(config)
         return config
 
@@ -53,6 +53,13 @@ def test_every_recipe_composes_validates_and_prints(recipe):
     ("rollout.temprature=1", "rollout.temprature", "1"),
     ("steps=many", "steps", "many"),
     ("steps=0", "steps", "0"),
+    ("seed=-1", "seed", "-1"),
+    ("seed=99999999999999999999", "seed", "99999999999999999999"),
+    ("group_size=1", "group_size", "1"),
+    ("name=..", "name", ".."),
+    ("output_dir=/dev/null", "output_dir", "/dev/null"),
+    ("policies.llama.optimizer.lr=.inf", "policies.llama.optimizer.lr", "inf"),
+    ("algorithm.loss.entropy_coef=.nan", "algorithm.loss.entropy_coef", "nan"),
     ("name=a/b", "name", "a/b"),
     ("data.eval_limit=0", "data.eval_limit", "0"),
     ("policies.llama.optimizer.warmup_steps=32", "policies.llama.optimizer.warmup_steps", "32"),
@@ -113,6 +120,37 @@ def test_prompts_longer_than_the_model_are_refused(compose):
 @pytest.fixture
 def broken(tmp_path, team_dir):
     return shutil.copytree(team_dir, tmp_path / "broken")
+
+
+@pytest.mark.parametrize("file, content", [
+    ("config.json", "[]"),
+    ("config.json", "{nope"),
+    ("config.json", {"num_attention_heads": "four"}),
+    ("config.json", {"num_attention_heads": 0}),
+    ("config.json", {"vocab_size": 99999}),
+    ("config.json", {"num_hidden_layers": 7}),
+    ("tokenizer.json", "{nope"),
+    ("tokenizer_config.json", "[]"),
+    ("model.safetensors", ""),
+    ("model.safetensors", 5000),
+])
+def test_a_damaged_model_folder_is_refused_by_name(compose, broken, file, content):
+    path = broken / "qwen2" / file
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        compose(folder=broken)
+    message = str(caught.value)
+    assert message.startswith("policies.qwen2.") and str(broken / "qwen2") in message or "layers" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["", "xx", '{"id": 1}', '{"id": "0", "contents": 5}'])
+def test_a_malformed_corpus_is_refused_before_anything_starts(compose, broken, content):
+    (broken / "corpus.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match="environment.retrieval.corpus.*corpus.jsonl"):
+        compose(folder=broken)
 
 
 def test_a_family_that_is_not_known_is_named(compose, broken):
