@@ -1,8 +1,10 @@
 """`python -m checkpoints_conv`: convert, verify and inspect checkpoints."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
+from typing import Callable
 
 import torch
 
@@ -22,6 +24,16 @@ def main(arguments: "list[str] | None" = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         return 130
+
+
+def _positive(kind: type) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hf-files", type=Path, help="folder with config.json and tokenizer, for a checkpoint that to-megatron did not make"
     )
     to_hf.add_argument("--dtype", choices=DTYPES, help="of the result; default: as stored")
-    to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help="largest safetensors file (default: 5)")
+    to_hf.add_argument("--max-shard-gb", type=_positive(float), default=5.0, help="largest safetensors file (default: 5)")
     to_hf.set_defaults(run=_to_hf)
 
     verify = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
@@ -52,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("b", type=Path)
     verify.add_argument("--hf-files", type=Path, help="as for to-hf")
     verify.add_argument("--logits", action="store_true", help="compare a forward pass in fp32 too")
-    verify.add_argument("--tokens", type=int, default=64, help="length of that pass (default: 64)")
+    verify.add_argument("--tokens", type=_positive(int), default=64, help="length of that pass (default: 64)")
     verify.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest log-prob difference of that pass (default: 1e-5)"
+        "--tolerance", type=_positive(float), default=1e-5, help="largest log-prob difference of that pass (default: 1e-5)"
     )
     verify.set_defaults(run=_verify)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -129,6 +130,7 @@ def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
 
 
 def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
+    warnings.simplefilter("ignore", FutureWarning)
     from megatron.core import parallel_state, tensor_parallel
 
     from megatron_drmas.actor import cpu

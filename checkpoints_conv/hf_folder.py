@@ -34,6 +34,8 @@ def read_json(path: Path) -> dict:
     Raises:
         ConversionError: names the file that is missing or broken.
     """
+    if not path.parent.is_dir():
+        raise ConversionError(f"{path.parent} is no folder")
     if not path.is_file():
         raise ConversionError(f"{path} does not exist")
     try:
@@ -115,7 +117,7 @@ class HfFolder:
         if not isinstance(index, dict) or not index:
             raise ConversionError(f"{path} has no weight_map")
         for tensor, shard in index.items():
-            if Path(shard).name != shard or not (self.folder / shard).is_file():
+            if not isinstance(shard, str) or Path(shard).name != shard or not (self.folder / shard).is_file():
                 raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which does not exist beside it")
         return index
 
@@ -136,6 +138,8 @@ class HfFolder:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise ConversionError(f"{path} is damaged, or holds more than tensors: {error}") from error
+        if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
         self._get[shard] = tensors.__getitem__
         for name, tensor in tensors.items():
             self._add(shard, name, tensor.shape, tensor.dtype)

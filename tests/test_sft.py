@@ -131,13 +131,13 @@ def test_the_command_trains_as_transformers_would(model, data, tmp_path, layout)
     ("data=/none.jsonl", "data"),
     ("steps=0", "steps"),
     ("policy.parallel.data=0", "policy.parallel.data"),
-    ("policy.optimizer.warmup_steps=1", "policy.optimizer.warmup_steps"),
+    ("policy.optimizer.warmup_steps=20", "policy.optimizer.warmup_steps"),
     ("precision.mode=fp8", "precision.mode"),
     ("name=..", "name"),
     ("policy.optimizer.lr=.nan", "policy.optimizer.lr"),
 ])
 def test_a_setting_that_cannot_work_is_one_line(model, data, tmp_path, override, named):
-    settings = {"policy.model": model, "data": data, "steps": "1"} | dict([override.split("=")])
+    settings = {"policy.model": model, "data": data, "steps": "20"} | dict([override.split("=")])
     done = run(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -64,12 +64,18 @@ def build_app(index: Bm25Index) -> FastAPI:
     return app
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535, 0 for a free one")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line: serves until it is ended, and prints its address once it answers."""
     parser = argparse.ArgumentParser(description="BM25 retrieval over a JSON-lines corpus")
     parser.add_argument("--corpus", required=True, help='JSON lines {"id", "contents"}')
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
+    parser.add_argument("--port", type=_port, default=0, help="0 takes a free one (default)")
     args = parser.parse_args(argv)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -54,8 +54,16 @@ def test_a_dropped_rope_factor_shows_at_length(ranks, models, tmp_path):
     assert errors[1] > 100 * TOLERANCE and errors[1] > 3 * errors[0]
 
 
+@pytest.mark.parametrize("option", ["--tokens=0", "--tokens=-5", "--tolerance=nan", "--tolerance=-1"])
+def test_verify_refuses_numbers_that_are_none(option, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["verify", str(tmp_path), str(tmp_path), "--logits", option])
+    assert exit.value.code == 2 and "is not a positive number" in capsys.readouterr().err
+
+
 def test_verify_compares_a_forward_pass(models, tmp_path, capsys, monkeypatch):
     folder = models("qwen2", **SMALL)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # the tests' own; a user's shell has none
     assert main(["to-megatron", "--hf", str(folder), "--out", str(tmp_path / "megatron")]) == 0
     assert main(["verify", str(folder), str(tmp_path / "megatron"), "--logits"]) == 0
     assert "within the tolerance" in capsys.readouterr().out

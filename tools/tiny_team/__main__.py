@@ -40,6 +40,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the generated worlds (default: 0)")
     parser.add_argument("--retrain", action="store_true", help="make the warm-started policies anew instead of copying the shipped ones")
     args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}; name a folder")
     if args.retrain:
         write_data(args.out, args.seed)
         retrain(args.out)
