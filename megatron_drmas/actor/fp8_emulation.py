@@ -118,6 +118,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+        """Gradients of input and weight from the output's gradient, itself rounded (E5M2) for both products."""
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         rounded = ctx.scaling.quantise(flat, GRADIENT, True)

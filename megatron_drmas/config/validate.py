@@ -85,6 +85,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
     device = resolve_device(config)
     place(config, device)
     if files:
+        # That the GPUs suffice was never seen here, only that they are missed.
         if device == "cuda" and torch.cuda.device_count() < config.cluster.gpus_per_node:
             raise ConfigError(
                 "cluster.gpus_per_node", config.cluster.gpus_per_node, f"torch sees {torch.cuda.device_count()} GPUs on this machine",

@@ -128,6 +128,7 @@ class _TrajectoryContext:
         self._grades: dict[Optional[str], float] = {}
 
     async def call(self, agent: str, **variables: Any) -> Turn:
+        """Prompt, sample, parse, and append the turn; its seed depends on its place in the run alone."""
         role = self._collector.team.agents[agent]
         policy = role.config.policy
         tokenizer = self._collector.tokenizers[policy]
