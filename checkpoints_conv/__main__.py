@@ -79,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
 
 # Each command imports what it needs: conversion takes torch's checkpoint package, a forward pass takes Megatron.
 def _to_megatron(args: argparse.Namespace) -> int:
-    from checkpoints_conv.convert import to_megatron
+    from checkpoints_conv.to_megatron import to_megatron
 
     to_megatron(args.hf, args.out, DTYPES.get(args.dtype), args.allow_pickle)
     return 0
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from checkpoints_conv.convert import to_hf
+    from checkpoints_conv.to_hf import to_hf
 
     to_hf(args.megatron, args.out, args.hf_files, DTYPES.get(args.dtype), int(args.max_shard_gb * 1e9))
     return 0

@@ -7,12 +7,12 @@ from typing import Iterable, Optional
 import torch
 from torch import Tensor
 
-from checkpoints_conv.convert import side_files
 from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.to_hf import side_files
 
 
 class Checkpoint:

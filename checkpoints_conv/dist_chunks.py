@@ -1,4 +1,4 @@
-"""The chunks of a `torch_dist` checkpoint, mapped into memory.
+"""The chunks of a `torch_dist` checkpoint, as views of its mapped files.
 
 A chunk is one tensor as torch.save wrote it: a zip archive inside a larger file, the tensor's bytes stored in it
 uncompressed.  Finding those bytes spares reading them into memory only to write them out again.
@@ -12,15 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoints_conv.file_maps import FileMaps
+
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 
 
 class ChunkFiles:
-    """The data files of one checkpoint folder, opened and mapped once each."""
+    """The data files of one checkpoint folder."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
+        self.maps = FileMaps()
 
     def tensor(self, file: str, offset: int, length: int) -> Tensor:
         """The tensor in bytes [offset, offset + length) of a file, backed by the mapped file if its bytes lie there plainly.
@@ -28,7 +30,7 @@ class ChunkFiles:
         Raises:
             OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError: missing or damaged.
         """
-        mapped = self._map(file)
+        mapped = self.maps.buffer(self._folder / file)
         if offset + length > len(mapped):
             raise EOFError(f"it has {len(mapped)} bytes, {offset + length} are needed")
         view = _View(mapped, offset, length)
@@ -38,16 +40,9 @@ class ChunkFiles:
             start = offset + storages[0].header_offset
             name, extra = (int.from_bytes(mapped[start + at : start + at + 2], "little") for at in (26, 28))
             start += LOCAL_HEADER + name + extra + described.storage_offset() * described.itemsize
-            return torch.frombuffer(mapped, dtype=described.dtype, count=described.numel(), offset=start).view(described.shape)
+            return self.maps.tensor(self._folder / file, described.dtype, described.shape, start)
         view.seek(0)
         return torch.load(view, map_location="cpu", weights_only=True)
-
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            with open(self._folder / file, "rb") as opened:
-                # A private copy-on-write mapping: torch wants a writable buffer, and nothing is ever written to it.
-                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
 
 
 class _View(io.RawIOBase):

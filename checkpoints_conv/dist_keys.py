@@ -11,6 +11,7 @@ from typing import Iterator
 
 from checkpoints_conv.mapping import ModelMapping
 
+HF_FILES = "hf"  # folder inside the checkpoint with the HF config, tokenizer and chat template
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 

@@ -57,7 +57,7 @@ class DistReader:
 
     Raises (on construction):
         ConversionError: not such a checkpoint; a parameter that is missing, unknown or of another shape than the config
-            says, by its key.
+            says, by its key; a data file that is missing or truncated.
     """
 
     def __init__(self, folder: "str | Path", mapping: ModelMapping):
@@ -68,10 +68,12 @@ class DistReader:
             raise ConversionError(f"{self.folder} is of the format {backend!r}; only 'torch_dist' is read")
         self._metadata = _read_metadata(self.folder / ".metadata")
         self._files = ChunkFiles(self.folder)
+        self.maps = self._files.maps
         keys = self._metadata.state_dict_metadata
         self._per_layer = any(re.match(r"^decoder\.layers\.\d+\.", key) for key in keys)
         self.places = {name: self._place(name) for name in mapping.megatron_names()}
         self._check_keys()
+        self._check_files()
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a parameter by its global Megatron name."""
@@ -83,7 +85,7 @@ class DistReader:
         Where the checkpoint holds whole rows in one chunk, the block is backed by the mapped file.
 
         Raises:
-            ConversionError: a file that is missing or truncated, or that does not hold all of the parameter.
+            ConversionError: a file that is damaged, or that does not hold all of the parameter.
         """
         entry, spec = self.mapping.entry(name), self.mapping.spec
         if not entry.rule.stacked:
@@ -126,7 +128,8 @@ class DistReader:
         try:
             return self._files.tensor(at.relative_path, at.offset, at.length)
         except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-            raise ConversionError(f"{self.folder / at.relative_path} is missing or damaged at {where}: {error}") from error
+            what = str(error).partition("\n")[0]
+            raise ConversionError(f"{self.folder / at.relative_path} is damaged at {where}: {what}") from error
 
     def _stored(self, name: str) -> TensorStorageMetadata:
         return self._metadata.state_dict_metadata[self.places[name].key]
@@ -154,6 +157,20 @@ class DistReader:
             padded = rule.vocab and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]
             if got != wanted and not padded:
                 raise ConversionError(f"{self.folder}: {place.key} is {list(got)}, the config asks for {list(wanted)}")
+
+
+    def _check_files(self) -> None:
+        keys = {place.key for place in self.places.values()}
+        needed: dict[str, int] = {}
+        for index, at in self._metadata.storage_data.items():
+            if index.fqn in keys:
+                needed[at.relative_path] = max(needed.get(at.relative_path, 0), at.offset + at.length)
+        for name, size in needed.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise ConversionError(f"{path} does not exist: the checkpoint is incomplete")
+            if path.stat().st_size < size:
+                raise ConversionError(f"{path} is truncated: it has {path.stat().st_size} bytes, its tensors reach to {size}")
 
 
 def _box(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:

@@ -18,7 +18,7 @@ from checkpoints_conv.hf_writer import (
 )
 from checkpoints_conv.live import LiveParameter, live_parameters
 from checkpoints_conv.mapping import ModelMapping
-from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 from checkpoints_conv.spec import ModelSpec
 
 

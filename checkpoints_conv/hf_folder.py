@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.file_maps import FileMaps
 from checkpoints_conv.mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
-from checkpoints_conv.safetensors_writer import DTYPES
+from checkpoints_conv.safetensors_file import DTYPES, data_offsets
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,6 +65,7 @@ class HfFolder:
         self.file_of: dict[str, str] = {}  # tensor -> shard
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self.maps = FileMaps()
         self._get: dict[str, Callable[[str], Tensor]] = {}
         pickled = not any((self.folder / name).is_file() for name in (WEIGHTS, INDEX))
         if pickled and not allow_pickle:
@@ -127,7 +129,8 @@ class HfFolder:
             handle = safe_open(path, "pt")
         except SafetensorError as error:
             raise ConversionError(f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}") from error
-        self._get[shard] = handle.get_tensor
+        offsets = data_offsets(path)
+        self._get[shard] = lambda name: self.maps.tensor(path, self.dtypes[name], self.shapes[name], offsets[name])
         for name in handle.keys():
             info = handle.get_slice(name)
             self._add(shard, name, info.get_shape(), DTYPES.get(info.get_dtype(), info.get_dtype()))

@@ -10,7 +10,7 @@ from typing import Iterable, Sequence
 import torch
 
 from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
-from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a folder holds beside its weights: config, generation config, tokenizer, chat template.

@@ -23,7 +23,11 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total)
-        yield lambda count: progress.advance(task, count)
+        try:
+            yield lambda count: progress.advance(task, count)
+        except BaseException:
+            progress.live.transient = True  # the error is what is left to read
+            raise
 
 
 def run_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

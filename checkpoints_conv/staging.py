@@ -29,10 +29,10 @@ class Staging:
             job: plain JSON values that identify source and settings; an interrupted conversion goes on only with equal ones.
             needed_bytes: size of the finished folder.
         """
-        self.target = target
-        self.folder = target.with_name(target.name + ".incomplete")
         if target.exists():
             raise ConversionError(f"{target} exists; remove it, or choose another name")
+        self.target = target
+        self.folder = target.with_name(target.name + ".incomplete")
         with _explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
@@ -53,13 +53,21 @@ class Staging:
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """The folder to write to; what was written when an error leaves it is kept for the next run.
+        """The folder to write to.
+
+        What was written when the file system fails, or the user stops it, is kept for the next run.  A source that turns out
+        to be damaged must be mended or replaced first, and then nothing of it could be used: the folder is removed.
 
         Raises:
             ConversionError: names the file and what the file system said.
         """
-        with self._lock, _explained(self.folder):
-            yield self.folder
+        kept = f"; what is complete was kept in {self.folder}: run the same command again to go on from there"
+        with self._lock, _explained(self.folder, kept):
+            try:
+                yield self.folder
+            except ConversionError:
+                shutil.rmtree(self.folder)
+                raise
 
     def finish(self) -> None:
         """Give the folder its name."""
@@ -85,14 +93,11 @@ class Staging:
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explained(folder: Path, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConversionError(
-            f"cannot write {error.filename or folder}: {error.strerror or error}; what is complete was kept in "
-            f"{folder}: run the same command again to go on from there"
-        ) from error
+        raise ConversionError(f"cannot write {error.filename or folder}: {error.strerror or error}{kept}") from error
 
 
 def fingerprint(folder: Path) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_writer import SafetensorsWriter, TensorEntry
+from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 
 CONFIGS = Path(__file__).parent / "model_configs"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

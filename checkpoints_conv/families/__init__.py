@@ -5,6 +5,7 @@ import pkgutil
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families.base import FOREIGN, Family
+from checkpoints_conv.families.values import group
 
 FAMILIES: dict[str, Family] = {}
 for _module in pkgutil.iter_modules(__path__):
@@ -22,10 +23,10 @@ def family_of(config: dict) -> Family:
     for key, what in FOREIGN.items():
         if config.get(key):
             raise ConversionError(f"config.json has {key!r}: {what}")
-    architectures = config.get("architectures") or []
+    architectures = group(config, "architectures", list)
     if len(architectures) != 1:
         raise ConversionError(f"config.json must name one architecture in 'architectures', got {architectures}")
-    if architectures[0] not in FAMILIES:
+    if not isinstance(architectures[0], str) or architectures[0] not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ConversionError(f"architecture {architectures[0]!r} is not supported; known: {known}")
     return FAMILIES[architectures[0]]

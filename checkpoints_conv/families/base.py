@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families.values import group, positive, whole
 from checkpoints_conv.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
 from checkpoints_conv.spec import ModelSpec
 
@@ -111,37 +112,32 @@ class Family:
             config: the contents of config.json, as transformers 4 or 5 write it.
 
         Raises:
-            ConversionError: names the missing key, or the feature that is not supported.
+            ConversionError: names the key that is missing or makes no sense, or the feature that is not supported.
         """
         self._refuse(config)
-        hidden, heads = self._get(config, "hidden_size"), self._get(config, "num_attention_heads")
-        groups = config.get("num_key_value_heads") or heads
+        hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+        groups = whole(config, "num_key_value_heads", heads)
         if heads % groups:
             raise ConversionError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
         theta, factor = self._rope(config)
         return ModelSpec(
             architecture=self.architecture,
-            layers=self._get(config, "num_hidden_layers"),
+            layers=whole(config, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_groups=groups,
-            head_dim=config.get("head_dim") or self.default_head_dim or hidden // heads,
-            ffn=self._get(config, "intermediate_size"),
-            vocab=self._get(config, "vocab_size"),
+            head_dim=whole(config, "head_dim", self.default_head_dim or hidden // heads),
+            ffn=whole(config, "intermediate_size"),
+            vocab=whole(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             rope_theta=theta,
             rope_scaling_factor=factor,
-            norm_eps=self._get(config, "rms_norm_eps"),
-            max_position=self._get(config, "max_position_embeddings"),
+            norm_eps=positive(config, "rms_norm_eps"),
+            max_position=whole(config, "max_position_embeddings"),
             **self._experts(config),
         )
-
-    def _get(self, config: dict, key: str):
-        if config.get(key) is None:
-            raise ConversionError(f"config.json of {self.architecture} has no {key!r}")
-        return config[key]
 
     def _refuse(self, config: dict) -> None:
         if config.get("model_type", self.model_type) != self.model_type:
@@ -158,20 +154,20 @@ class Family:
         window = config.get("sliding_window")
         if window is not None and config.get("use_sliding_window", True):
             raise ConversionError(f"config.json has sliding_window={window}: sliding window attention is not supported")
-        if "sliding_attention" in (config.get("layer_types") or ()):
+        if "sliding_attention" in group(config, "layer_types", list):
             raise ConversionError("config.json has 'sliding_attention' in layer_types: sliding window is not supported")
 
     def _rope(self, config: dict) -> tuple[float, Optional[float]]:
         """RoPE base and Llama 3 factor from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        if theta is None:
+        rope = {**group(config, "rope_scaling", dict), **group(config, "rope_parameters", dict)}
+        if config.get("rope_theta") is None and rope.get("rope_theta") is None:
             raise ConversionError("config.json has neither rope_theta nor rope_parameters.rope_theta")
+        theta = positive(config if rope.get("rope_theta") is None else rope, "rope_theta")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ConversionError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
-            return float(theta), None
+            return theta, None
         if kind != "llama3" or not self.llama3_rope:
             raise ConversionError(f"RoPE scaling of type {kind!r} is not supported for {self.architecture}")
         for key, value in MEGATRON_LLAMA3_ROPE.items():
@@ -179,17 +175,16 @@ class Family:
                 raise ConversionError(
                     f"rope_scaling has {key}={rope.get(key)!r}, but Megatron-Core fixes it to {value} for Llama 3 RoPE"
                 )
-        if not rope.get("factor"):
-            raise ConversionError("rope_scaling of type 'llama3' has no factor")
-        return float(theta), float(rope["factor"])
+        return theta, positive(rope, "factor")
 
     def _experts(self, config: dict) -> dict:
         if not self.moe:
             return {}
         # transformers 5 writes num_experts under another name
+        experts = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
         return {
-            "experts": config.get("num_local_experts") or self._get(config, "num_experts"),
-            "experts_per_token": self._get(config, "num_experts_per_tok"),
-            "expert_ffn": self._get(config, "moe_intermediate_size"),
+            "experts": whole(config, experts),
+            "experts_per_token": whole(config, "num_experts_per_tok"),
+            "expert_ffn": whole(config, "moe_intermediate_size"),
             "normalise_experts": bool(config.get("norm_topk_prob", False)),
         }

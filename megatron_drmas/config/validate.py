@@ -123,8 +123,6 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
         spec = family_of(hf_config).model_spec(hf_config)
     except ConversionError as error:
         raise ConfigError(key, policy.model, str(error), "give a model of a supported family") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:  # a size that is no size
-        raise ConfigError(key, policy.model, f"config.json makes no sense ({type(error).__name__}: {error})", "download it again") from error
     for part, size in (("parallel.tensor", policy.parallel.tensor), ("engine.tensor", policy.engine.tensor)):
         try:
             spec.check_layout(size)

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints_conv import dist_writer
+from checkpoints_conv import dist_plan, dist_writer
 from checkpoints_conv.__main__ import main
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.hf_writer import shard_names
-from checkpoints_conv.safetensors_writer import SafetensorsWriter
-from checkpoints_conv.convert import to_hf, to_megatron
+from checkpoints_conv.safetensors_file import SafetensorsWriter
+from checkpoints_conv.to_hf import to_hf
+from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv.family_models import VARIANTS, config_json
 from tools.make_random_checkpoint import make_random_checkpoint
 
@@ -46,8 +47,8 @@ def folder(models, tmp_path) -> Path:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units and chunks, so that a tiny model has what a large one has."""
-    monkeypatch.setattr(dist_writer, "UNIT_BYTES", 50_000)
-    monkeypatch.setattr(dist_writer, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(dist_plan, "UNIT_BYTES", 50_000)
+    monkeypatch.setattr(dist_plan, "CHUNK_BYTES", 10_000)
 
 
 def run(*arguments) -> int:
@@ -129,11 +130,11 @@ def interrupt_after(patch: pytest.MonkeyPatch, owner, method: str, calls: int) -
 def test_to_megatron_goes_on_where_it_stopped(folder, tmp_path, small_units, monkeypatch, calls):
     out = tmp_path / "megatron"
     with monkeypatch.context() as patch:
-        first = interrupt_after(patch, dist_writer.DistWriter, "_write_items", calls)
+        first = interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", calls)
         assert run("to-megatron", "--hf", folder, "--out", out) == 130
     assert not out.exists()
     with monkeypatch.context() as patch:
-        second = interrupt_after(patch, dist_writer.DistWriter, "_write_items", 10**6)
+        second = interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 10**6)
         to_megatron(folder, out)
     numbers = [number for number, _ in first + second]
     assert len(first) == calls and sorted(numbers) == list(range(len(numbers)))  # none is written twice
@@ -161,7 +162,7 @@ def test_to_hf_goes_on_where_it_stopped(folder, tmp_path, monkeypatch):
 def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units, monkeypatch):
     out = tmp_path / "megatron"
     with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_items", 2)
+        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 2)
         with pytest.raises(Interrupt):
             to_megatron(folder, out)
     os.truncate(tmp_path / "megatron.incomplete" / "__0_0.distcp", 100)
@@ -172,7 +173,7 @@ def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units
 
 def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
     with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_items", 1)
+        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 1)
         with pytest.raises(Interrupt):
             to_megatron(folder, tmp_path / "megatron")
     with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
@@ -213,8 +214,27 @@ def test_two_conversions_never_write_to_one_folder(folder, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConversionError, match=r"cannot write .*file/megatron.incomplete: Not a directory"):
+    with pytest.raises(ConversionError, match=r"cannot write .*file/megatron.incomplete: Not a directory$"):
         to_megatron(folder, tmp_path / "file" / "megatron")
+
+
+@pytest.mark.parametrize("out", ["/", ".", ".."])
+def test_a_target_without_a_name_exists_already(folder, out):
+    with pytest.raises(ConversionError, match="exists"):
+        to_megatron(folder, Path(out))
+
+
+def test_a_source_that_turns_out_damaged_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    """A mended source is another source: what was written could not be used again."""
+
+    def damaged(self, name):
+        raise ConversionError(f"{name} cannot be read")
+
+    monkeypatch.setattr(HfFolder, "tensor", damaged)
+    before = sorted(tmp_path.iterdir())
+    assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron") == 2
+    assert sorted(tmp_path.iterdir()) == before
+    assert capsys.readouterr().err.strip().count("\n") == 0, "the progress bar is left beside the error"
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
@@ -272,12 +292,12 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
     source = models("llama", True)
     arguments = ["to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]
     script = (
-        "import os, signal, sys\nfrom checkpoints_conv import dist_writer\nfrom checkpoints_conv.__main__ import main\n"
-        "dist_writer.UNIT_BYTES = 50_000\nwrite = dist_writer.DistWriter._write_items\n"
+        "import os, signal, sys\nfrom checkpoints_conv import dist_plan, dist_writer\nfrom checkpoints_conv.__main__ import main\n"
+        "dist_plan.UNIT_BYTES = 50_000\nwrite = dist_writer.DistWriter._write_chunks\n"
         "def killed(self, number, items):\n"
         "    if number == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return write(self, number, items)\n"
-        "dist_writer.DistWriter._write_items = killed\nmain(sys.argv[1:])"
+        "dist_writer.DistWriter._write_chunks = killed\nmain(sys.argv[1:])"
     )
     process = subprocess.run([sys.executable, "-c", script, *arguments], cwd=repository, capture_output=True, check=False)
     assert process.returncode == -signal.SIGKILL
@@ -302,11 +322,21 @@ class TestDamagedMegatronCheckpoints:
 
     def test_truncated_file(self, megatron, capsys):
         os.truncate(megatron / "__0_0.distcp", 200)
-        assert "__0_0.distcp is missing or damaged at" in self.error(megatron, capsys)
+        assert "__0_0.distcp is truncated: it has 200 bytes" in self.error(megatron, capsys)
+        assert run("inspect", megatron) == 2
+
+    def test_file_of_other_bytes(self, megatron, capsys):
+        file = megatron / "__0_0.distcp"
+        file.write_bytes(bytes(file.stat().st_size))
+        capsys.readouterr()
+        error = self.error(megatron, capsys).strip()
+        assert "__0_0.distcp is damaged at" in error and "\n" not in error
+        assert not megatron.with_name("out.incomplete").exists()
 
     def test_missing_file(self, megatron, capsys):
         (megatron / "__1_0.distcp").unlink()
-        assert "__1_0.distcp is missing or damaged at" in self.error(megatron, capsys)
+        assert "__1_0.distcp does not exist" in self.error(megatron, capsys)
+        assert run("inspect", megatron) == 2
 
     def test_no_metadata(self, megatron, capsys):
         (megatron / ".metadata").unlink()

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES, family_of
@@ -146,3 +148,24 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_starts(layout, name
         tiny_spec("llama").check_layout(*layout)
     tiny_spec("llama").check_layout(4, 2)
     tiny_spec("qwen3_moe").check_layout(2, 2, 2)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**12) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize(("family", "tied"), VARIANTS)
+@given(data=st.data(), value=JSON_VALUES)
+@settings(max_examples=100, deadline=None)
+def test_a_config_is_a_model_or_is_refused_whatever_stands_in_it(family, tied, data, value):
+    config = config_json(family, tied)
+    config[data.draw(st.sampled_from(sorted(config)), label="key")] = value
+    try:
+        spec = spec_of(config)
+    except ConversionError as error:
+        assert str(error)
+    else:
+        assert ModelMapping(spec).hf_shapes() and 1 in spec.tensor_parallel_sizes()

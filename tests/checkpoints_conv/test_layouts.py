@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from checkpoints_conv.hf_folder import HfFolder
-from checkpoints_conv.convert import to_hf, to_megatron
+from checkpoints_conv.to_hf import to_hf
+from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.family_models import VARIANTS
 from tests.checkpoints_conv.ranks import Layout

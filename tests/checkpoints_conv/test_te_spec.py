@@ -12,7 +12,8 @@ import torch
 from checkpoints_conv.dist_keys import local_spec_key
 from checkpoints_conv.hf_folder import HfFolder
 from checkpoints_conv.mapping import ModelMapping, canonical_name
-from checkpoints_conv.convert import to_hf, to_megatron
+from checkpoints_conv.to_hf import to_hf
+from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.family_models import VARIANTS, tiny_spec
 from tests.checkpoints_conv.ranks import Layout

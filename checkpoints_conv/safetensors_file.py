@@ -1,6 +1,6 @@
-"""Safetensors files written tensor by tensor, in any order, with one tensor in memory at a time.
+"""Safetensors files: where their tensors lie, and a writer that takes them in any order, one in memory at a time.
 
-The safetensors library writes a file from a dict of all its tensors.  The format (https://github.com/huggingface/safetensors)
+The safetensors library writes a file from a dict of all its tensors, and does not tell offsets.  The format (https://github.com/huggingface/safetensors)
 is a little-endian uint64 header length, a JSON header of dtypes, shapes and offsets, and the tensors' bytes.
 """
 
@@ -8,14 +8,17 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Iterable, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.file_maps import CopyingFile, FileMaps
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LENGTH_BYTES = 8  # of the header's length
+METADATA = "__metadata__"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -42,7 +45,11 @@ class SafetensorsWriter:
         OSError: as the file system says it.
     """
 
-    def __init__(self, path: Path, entries: Iterable[TensorEntry]):
+    def __init__(self, path: Path, entries: Iterable[TensorEntry], maps: Optional[FileMaps] = None):
+        """
+        Args:
+            maps: files that the tensors to write may lie in.
+        """
         self.path = path
         self._beside = path.with_name(path.name + ".part")
         self._entries = {entry.name: entry for entry in entries}
@@ -53,7 +60,7 @@ class SafetensorsWriter:
         for entry in self._entries.values():
             self._offsets[entry.name] = end
             end += entry.bytes
-        self._file = open(self._beside, "wb")
+        self._file = CopyingFile(self._beside, maps or FileMaps())
         self._file.write(header)
 
     def write(self, name: str, blocks: Sequence[Tensor]) -> None:
@@ -65,7 +72,7 @@ class SafetensorsWriter:
             raise ConversionError(f"{self.path}: {name!r} in blocks {shapes} was not announced, but {entry}")
         self._file.seek(self._offsets[name])
         for block in blocks:
-            self._file.write(block.contiguous().view(torch.uint8).numpy().data)
+            self._file.write(block.contiguous().view(torch.uint8).numpy())
         self.missing.discard(name)
 
     def close(self) -> None:
@@ -76,13 +83,21 @@ class SafetensorsWriter:
         os.replace(self._beside, self.path)
 
 
+def data_offsets(path: Path) -> dict[str, int]:
+    """Where each tensor begins, in bytes from the start of a file that the safetensors library has found in order."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+    return {name: LENGTH_BYTES + length + told["data_offsets"][0] for name, told in header.items() if name != METADATA}
+
+
 def file_bytes(entries: Sequence[TensorEntry]) -> int:
     """Size of the finished file of these tensors."""
     return len(_header(entries)) + sum(entry.bytes for entry in entries)
 
 
 def _header(entries: Iterable[TensorEntry]) -> bytes:
-    header: dict = {"__metadata__": {"format": "pt"}}
+    header: dict = {METADATA: {"format": "pt"}}
     end = 0
     for entry in entries:
         header[entry.name] = {
@@ -93,4 +108,4 @@ def _header(entries: Iterable[TensorEntry]) -> bytes:
         end += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -1,0 +1,51 @@
+"""Values of a config.json, of the kind that they must be."""
+
+import math
+from typing import Any, Optional
+
+from checkpoints_conv.errors import ConversionError
+
+
+def whole(config: dict, key: str, default: Optional[int] = None) -> int:
+    """A size; `default` where the config has none or null.
+
+    Raises:
+        ConversionError: names the key that is missing, or whose value is no whole number of at least 1.
+    """
+    value = _present(config, key, default)
+    if type(value) is not int or value < 1:
+        raise ConversionError(f"config.json has {key}={value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def positive(config: dict, key: str) -> float:
+    """A factor.
+
+    Raises:
+        ConversionError: names the key that is missing, or whose value is no positive number.
+    """
+    value = _present(config, key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConversionError(f"config.json has {key}={value!r}; it must be a positive number")
+    return float(value)
+
+
+def group(config: dict, key: str, kind: type) -> Any:
+    """A list or an object; an empty one where the config has none or null.
+
+    Raises:
+        ConversionError: names the key whose value is another.
+    """
+    value = config.get(key)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ConversionError(f"config.json has {key}={value!r}; it must be {'a list' if kind is list else 'an object'}")
+    return value
+
+
+def _present(config: dict, key: str, default: Any = None) -> Any:
+    value = default if config.get(key) is None else config[key]
+    if value is None:
+        raise ConversionError(f"config.json has no {key!r}")
+    return value
