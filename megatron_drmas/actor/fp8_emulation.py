@@ -100,7 +100,7 @@ class BlockwiseScaling(TensorwiseScaling):
 def _round_blocks(values: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     rows, columns = values.shape
     padded = nn.functional.pad(values, (0, -columns % block[1], 0, -rows % block[0]))
-    tiles = padded.view(-1, block[0], padded.shape[1] // block[1], block[1])
+    tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
     amax = tiles.abs().amax((1, 3), keepdim=True).float()
     return round_to_fp8(tiles, scale_for(amax, dtype), dtype).view_as(padded)[:rows, :columns]
 
@@ -114,7 +114,7 @@ class _Fp8Linear(torch.autograd.Function):
         rounded_x, rounded_weight = scaling.quantise(flat, INPUT, training), scaling.quantise(weight, WEIGHT, training)
         ctx.save_for_backward(scaling.for_weight_gradient(flat, rounded_x, INPUT), rounded_weight)
         ctx.scaling = scaling
-        return (rounded_x @ rounded_weight.t()).view(*x.shape[:-1], -1)
+        return (rounded_x @ rounded_weight.t()).view(*x.shape[:-1], weight.shape[0])  # x may be an expert's without a token
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
@@ -122,7 +122,7 @@ class _Fp8Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         rounded = ctx.scaling.quantise(flat, GRADIENT, True)
-        grad_x = (rounded @ weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        grad_x = (rounded @ weight).view(*gradient.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.scaling.for_weight_gradient(flat, rounded, GRADIENT).t() @ x

@@ -95,14 +95,14 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Ten
 
 @register_loss("teamtr")
 def teamtr(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The surrogate with one ratio per message, prod_t pi_t / pi_old_t, plus beta x sum_t log(pi_old_t / pi_t) (TeamTR).
+    """The surrogate with one ratio per message, prod_t pi_t / pi_old_t (TeamTR).
 
-    With sequence_mean weights the second term is beta times the estimate of KL(pi_old || pi) that stops the update.
+    `policy_loss` adds beta x sum_t log(pi_old_t / pi_t): with sequence_mean weights beta times the estimate of
+    KL(pi_old || pi) that stops the update.
     """
     total = segment_sum(log_ratio, inputs.sequence, inputs.sequences)
     ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[inputs.sequence]
-    surrogate, clipped = _clipped(ratio, inputs.advantages, config, 0.0)
-    return surrogate - inputs.beta * total[inputs.sequence], clipped
+    return _clipped(ratio, inputs.advantages, config, 0.0)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig, dual_clip: float) -> tuple[Tensor, Tensor]:
@@ -151,6 +151,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     correction, corrected = mismatch_correction(old - inputs.engine_logprobs, inputs.sequence, inputs.sequences, config.mismatch)
     token_loss = token_loss * correction
     reported = {"clipped": clipped, "corrected": corrected}
+    # The terms below hold the policy back; a token that the correction masks is held back like any other.
+    if inputs.beta:
+        token_loss = token_loss - inputs.beta * segment_sum(log_ratio, inputs.sequence, inputs.sequences)[inputs.sequence]
     if config.kl_coef:
         kl = kl_penalty(logprobs, inputs.reference_logprobs, config.kl_estimator)
         token_loss = token_loss + config.kl_coef * kl

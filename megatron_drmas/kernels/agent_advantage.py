@@ -8,7 +8,7 @@ Defined behaviour where the formula has none:
 - A cell of one sample has no contrast: its own score is its mean, so the advantage is 0.  (Falling back to
   mean 0 and std 1 would make the advantage the raw score, a gradient with no baseline that always reinforces an
   agent which happened to be called in a single successful trajectory.)
-- A std that is zero or undefined (one sample) gives advantage 0, also where the mean comes from another cell and
+- A std that is zero (up to rounding, `ROUNDING`) or undefined (one sample) gives advantage 0, also where the mean comes from another cell and
   is apart from the score.  Dividing by epsilon there would yield advantages of order 1 / epsilon.
 
 The torch functions here are the reference, the CPU path and the path of trajectory weighting.
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
 
-ROUNDING = 1e-8  # a spread below this share of the mean is what summation order leaves of equal samples
+# A spread below this share of the mean is what rounding leaves of equal samples: scores are float32 sums of rewards and
+# penalties, and four units in the last place are more than the order of such a sum can move.
+ROUNDING = 2.0**-21
 
 
 @dataclass
@@ -37,7 +39,7 @@ class CellStatistics:
 
     @property
     def std(self) -> Tensor:
-        """Unbiased standard deviation [cells]; 0 for a cell of fewer than two samples or of equal ones."""
+        """Unbiased standard deviation [cells]; 0 for a cell of fewer than two samples, or of samples equal up to rounding."""
         std = (self.m2 / (self.count - 1).clamp(min=1)).sqrt_()
         return std * (std > ROUNDING * self.mean.abs())
 

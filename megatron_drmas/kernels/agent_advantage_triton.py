@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_drmas.kernels.agent_advantage import ROUNDING
 from megatron_drmas.kernels.segments import dense_index
 
 STAT_ROWS = 64  # rows of one step of the statistics
@@ -32,6 +33,7 @@ def _advantage_kernel(
     offsets,  # int64 [R + 1], into out
     out,  # float32 [tokens]
     epsilon,
+    rounding,
     MEAN: tl.constexpr,
     STD: tl.constexpr,
     AGENTS: tl.constexpr,
@@ -80,6 +82,8 @@ def _advantage_kernel(
     group_m2 = tl.sum(m2 + tl.where(present, count * (apart - group_mean) * (apart - group_mean), 0.0), axis=0)
     group_std = tl.sqrt(group_m2 / tl.maximum(group_count - 1.0, 1.0))
     agent_std = tl.sqrt(m2 / tl.maximum(count - 1.0, 1.0))
+    group_std = tl.where(group_std > rounding * tl.abs(group_low + group_mean), group_std, 0.0)
+    agent_std = tl.where(agent_std > rounding * tl.abs(low + mean), agent_std, 0.0)
 
     step = WRITE_ROWS * tl.num_programs(1)
     for base in range(first + WRITE_ROWS * tl.program_id(1), stop, step):
@@ -130,6 +134,7 @@ def agent_advantages_triton(
         offsets,
         out,
         epsilon,
+        ROUNDING,
         MEAN=SCOPES[mean],
         STD=SCOPES[std],
         AGENTS=triton.next_power_of_2(agents),

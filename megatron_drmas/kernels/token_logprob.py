@@ -183,7 +183,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=_statistics_dtype(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = hidden[rows] @ weight.t()
@@ -201,8 +201,17 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows])
+                _add_product_(grad_weight, grad, hidden[rows])
             del logits, grad
         if grad_hidden is not None:
             _reduce(grad_hidden, ctx.group)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _add_product_(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total += grad^T hidden, block by block where `total` is of a higher precision: chunk by chunk, bfloat16 would lose it."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), hidden)
+        return
+    for columns in _blocks(len(total)):
+        total[columns] += grad[:, columns].t() @ hidden

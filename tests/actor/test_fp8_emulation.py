@@ -93,6 +93,16 @@ def test_delayed_scaling_without_gradient_leaves_no_trace():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("shape", [(0, 96), (0, 1, 96)])
+def test_an_expert_without_a_token(recipe, shape):
+    x, weight = torch.zeros(shape, requires_grad=True), normal(40, 96).requires_grad_()
+    output = _Fp8Linear.apply(x, weight, make_scaling(Fp8Config(recipe=recipe)), True)
+    assert output.shape == (*shape[:-1], 40)
+    output.sum().backward()
+    assert x.grad.shape == shape and weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_linear_equals_products_of_rounded_tensors(recipe):
     x, weight, gradient = normal(2, 70, 96), normal(40, 96, seed=1), normal(2, 70, 40, seed=2)
     config = Fp8Config(recipe=recipe)

@@ -70,6 +70,21 @@ def test_teamtr_by_hand():
     assert out.loss.item() == pytest.approx(-2.2 - 0.5 * math.log(1.1))
 
 
+def test_what_holds_the_policy_back_holds_for_masked_tokens_too():
+    """TeamTR's KL, the KL to a reference and the entropy keep their gradient where the mismatch correction masks the surrogate."""
+    terms = {"beta": 0.5, "reference_logprobs": torch.zeros(2, dtype=torch.float64), "entropy": torch.ones(2, dtype=torch.float64)}
+    gradients = {}
+    for high in (2.0, 1e9):
+        inputs = one_sequence([1.1, 1.0], [0.0, 0.0], **terms)
+        inputs.engine_logprobs = inputs.engine_logprobs - 5
+        mismatch = MismatchConfig("mask", 0.5, high)
+        config = LossConfig(name="teamtr", aggregation="sequence_mean", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, mismatch=mismatch)
+        policy_loss(inputs, config).loss.backward()
+        gradients[high] = inputs.logprobs.grad
+    assert gradients[2.0].abs().min() > 0.1
+    torch.testing.assert_close(gradients[2.0], gradients[1e9])
+
+
 @pytest.mark.parametrize("estimator,expected", [("k1", -math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 1 - math.log(2))])
 def test_kl_by_hand(estimator, expected):
     assert kl_penalty(torch.tensor(0.0), torch.tensor(math.log(2)), estimator).item() == pytest.approx(expected)

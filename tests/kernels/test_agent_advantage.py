@@ -70,6 +70,22 @@ def test_equal_scores_have_no_spread(score, count):
     assert statistics.m2.item() == 0 and statistics.std.item() == 0
 
 
+@given(
+    parts=st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4).map(lambda part: [*part, 200 - sum(part)]), min_size=2, max_size=8),
+    mean=st.sampled_from(["group", "agent"]),
+    std=st.sampled_from(["group", "agent"]),
+)
+def test_sums_that_differ_by_rounding_are_equal(parts, mean, std):
+    """Rewards of several levels that add up to the same, in whatever order: no contrast, also against another cell's mean."""
+    scores = (torch.tensor(parts) / 40).sum(1, dtype=torch.float32)
+    rows = len(scores)
+    scores, agent = torch.cat([scores, torch.tensor([0.0, 1.0])]), torch.tensor([0] * rows + [1, 1])
+    advantages = agent_advantages(scores, torch.zeros_like(agent), agent, torch.arange(rows + 3), mean, std)
+    assert advantages[:rows].abs().max() < (1e-6 if "agent" in std else 10)
+    if mean == std == "agent":
+        torch.testing.assert_close(advantages[rows:], torch.tensor([-1.0, 1.0]) * 0.5**0.5, rtol=1e-5, atol=0)
+
+
 def test_statistics_keep_small_differences_of_large_scores():
     scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
     statistics = cell_statistics(scores, torch.zeros(3, dtype=torch.int64), 1)

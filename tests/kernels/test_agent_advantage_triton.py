@@ -46,10 +46,13 @@ def test_compiles_for_hopper_without_a_gpu(mean, std, tmp_path, monkeypatch):
     columns = {"scores": "*bf16", "agent": "*i32", "order": "*i64", "bounds": "*i64", "offsets": "*i64", "out": "*fp32"}
     constants = {"MEAN": mean, "STD": std, "AGENTS": 4}
     constants |= {"STAT_ROWS": STAT_ROWS, "WRITE_ROWS": WRITE_ROWS, "WRITE_TOKENS": WRITE_TOKENS}
-    signature = {**columns, "epsilon": "fp32", **dict.fromkeys(constants, "constexpr")}
+    signature = {**columns, "epsilon": "fp32", "rounding": "fp32", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(_advantage_kernel, signature, constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     assert kernel.asm["cubin"] and "atom" not in kernel.asm["ptx"], "no atomics: the result does not depend on timing"
+
+
+EQUAL_SUMS = torch.tensor([0.1, 0.3, 0.2, 0.4, 0.0, 1.0]) + torch.tensor([0.6, 0.4, 0.5, 0.3, 0.0, 0.0])  # four times 0.7, almost
 
 
 def compare(scores, group, agent, lengths, tolerance=1e-5):
@@ -101,6 +104,7 @@ def test_input_types(dtype):
 @inside
 def test_equal_scores_one_row_and_none():
     compare(torch.full((7,), 0.1), [0] * 7, [0, 1, 0, 1, 0, 1, 1], [2] * 7)
+    compare(EQUAL_SUMS, [0] * 6, [0, 0, 0, 0, 1, 1], [2] * 6)
     compare(torch.tensor([0.7]), [5], [9], [3])
     compare(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [])
 

@@ -59,6 +59,23 @@ def test_bfloat16_inputs_keep_float32_statistics(function):
     torch.testing.assert_close(logprobs, logits.log_softmax(1).gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
 
 
+def test_bfloat16_gradients_do_not_depend_on_the_chunks():
+    """The sum over chunks is kept in float32, so many of them lose no more than one."""
+    hidden, weight, targets, a, _ = problem(torch.bfloat16, n=500)
+    leaf = weight.detach().double().requires_grad_()
+    exact = torch.autograd.grad((reference(hidden.double(), leaf, targets, 1.0)[0] * a).sum(), leaf)[0]
+
+    def error(chunk):
+        logprobs, _ = linear_token_logprobs(hidden, weight, targets, None, 1.0, VOCAB, chunk)
+        gradient = torch.autograd.grad((logprobs * a).sum(), weight)[0]
+        assert gradient.dtype == torch.bfloat16
+        return float((gradient.double() - exact).norm() / exact.norm())
+
+    once = error(500)
+    assert once < 0.01
+    assert error(1) < 1.1 * once and error(7) < 1.1 * once
+
+
 def test_gradient_by_finite_differences():
     hidden, weight = torch.randn(3, 2, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
