@@ -8,6 +8,7 @@ from megatron_drmas.algorithm.early_warning import agent_statistics
 from megatron_drmas.algorithm.teamtr import certificate
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
 from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
 from megatron_drmas.team.trajectory import Trajectory
 
 READABLE = 8  # trajectories kept to read, per step
@@ -24,6 +25,8 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         tokens_generated: response tokens that the engines returned.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    # What the team earns on the questions as they come, those included that dynamic sampling replaced for want of signal.
+    returns = [trajectory.reward for trajectory in trajectories if trajectory.failure in (None, NO_SIGNAL)]
     agents = {
         name: _agent_metrics(batch, index, len(finished)) | statistics
         for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
@@ -37,7 +40,7 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         for index, of_agent in values.get("agents", {}).items():
             agents[batch.agents[index]] |= of_agent
     return StepRecord(
-        step=step, reward=sum(trajectory.reward for trajectory in finished) / len(finished) if finished else float("nan"),
+        step=step, reward=sum(returns) / len(returns) if returns else float("nan"),
         trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
         agents=agents, policies=policies,
         masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),

@@ -1,10 +1,13 @@
 """What a step's log line says of its batch and of the actors' metrics."""
 
+from dataclasses import replace
+
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.observability.alarms import Watch
 from megatron_drmas.observability.records import plain
 from megatron_drmas.rollout.collate import collate
+from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
 from megatron_drmas.step_record import merge_metrics, step_record
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Trajectory, Turn
@@ -13,7 +16,7 @@ AGENTS = ("search", "answer")
 
 
 def turn(agent, index, valid=True):
-    return Turn(agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], "stop", 0, "text", "text" if valid else None)
+    return Turn(agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", 0, "text", "text" if valid else None)
 
 
 def trajectories():
@@ -59,3 +62,13 @@ def test_a_policy_updated_twice_adds_up_counts_and_agents():
     )["writer"]
     assert (merged["tokens"], merged["skipped"], merged["loss"], merged["nonfinite_agents"]) == (20, 1, 0.25, [0, 1])
     assert merged["agents"] == {0: {"entropy": 0.3}, 1: {"entropy": 0.1}}
+
+
+def test_the_reward_is_that_of_all_questions_drawn():
+    """Dynamic sampling replaces questions that every trajectory solves; the team earned their returns nevertheless."""
+    drawn = trajectories()
+    drawn += [replace(drawn[0], group=1, sample=sample, failure=NO_SIGNAL) for sample in range(3)]
+    batch = collate(drawn, AGENTS, ("writer",), set(AGENTS))
+    batch.advantages = compute_advantages(batch, AlgorithmConfig())
+    step = step_record(1, drawn, batch, metrics(), tokens_generated=18)
+    assert step.reward == 0.8 and step.masked == {"retrieval": 1, NO_SIGNAL: 3}

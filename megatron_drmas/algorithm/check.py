@@ -17,10 +17,10 @@ def check_algorithm_config(config: AlgorithmConfig) -> None:
     check_loss_config(config.loss)
     check_mismatch_config(config.loss.mismatch)
     overlong = config.reward.overlong
-    if overlong.max_tokens < 0 or not 0 <= overlong.cache < 1:
-        raise ConfigError(
-            "algorithm.reward.overlong.cache", overlong.cache, "is a share of max_tokens", "choose a value in [0, 1)"
-        )
+    if not 0 <= overlong.cache < 1:
+        raise ConfigError("algorithm.reward.overlong.cache", overlong.cache, "is a share of the limit", "choose a value in [0, 1)")
+    if overlong.penalty < 0:
+        raise ConfigError("algorithm.reward.overlong.penalty", overlong.penalty, "is negative", "DAPO uses 1; 0 switches it off")
     trust = config.loss.trust_region
     if trust.delta <= 0 or trust.beta <= 0:
         raise ConfigError(

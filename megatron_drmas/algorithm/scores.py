@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
+from megatron_drmas.kernels.segments import dense_index
 from megatron_drmas.rollout.batch import TurnBatch
 
 
@@ -11,6 +12,8 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     """The score of every row, float32 [R].
 
         s = w_trajectory R(trajectory) + w_role r_role + w_turn r_turn + w_verdict c - penalty [output invalid] - overlong
+
+    with c = 1 or -1 on an agent's last verdict of a trajectory, and 0 elsewhere.
 
     The declared weights follow UnityMAS-O (rewards at role, turn and trajectory level); w_trajectory = alpha and
     w_turn = 1 is AT-GRPO's alpha x team + local reward; the invalid-output penalty is Dr. MAS's and falls only on the
@@ -26,10 +29,11 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
             scores = scores + weight * required_column(batch, column, f"algorithm.reward.{column[:-7]} = {weight}")
     if reward.verdict:
         verdict = required_column(batch, "verdict", f"algorithm.reward.verdict = {reward.verdict}")
-        scores = scores + reward.verdict * verdict_credit(verdict, batch.reward >= reward.success)
+        scores = scores + reward.verdict * verdict_credit(last_verdicts(verdict, batch), batch.reward >= reward.success)
     scores = scores - config.invalid_penalty * ~batch.valid
-    if reward.overlong.max_tokens:
-        scores = scores - overlong_penalty(batch.response_lengths, reward.overlong)
+    if reward.overlong.penalty:
+        limits = required_column(batch, "response_limits", f"algorithm.reward.overlong.penalty = {reward.overlong.penalty}")
+        scores = scores - overlong_penalty(batch.response_lengths, limits, reward.overlong)
     if len(scores) and not torch.stack(scores.aminmax()).isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         agent = batch.agents[int(batch.agent[row])]
@@ -65,11 +69,26 @@ def verdict_credit(verdict: Tensor, success: Tensor) -> Tensor:
     return torch.where(verdict < 0, 0.0, agrees.float() * 2 - 1)
 
 
-def overlong_penalty(lengths: Tensor, config: OverlongConfig) -> Tensor:
-    """0 up to (1 - cache) max_tokens, then linear, the whole penalty from max_tokens on (DAPO, arXiv 2503.14476, eq. 13).
+def last_verdicts(verdict: Tensor, batch: TurnBatch) -> Tensor:
+    """`verdict` where it is the last of its agent in its trajectory, else -1.
+
+    The outcome says nothing about an earlier one: a solution that was rejected may have been corrected since.
+
+    Args:
+        verdict: int [R].
+    """
+    cell, cells = dense_index(batch.group, batch.trajectory, batch.agent)
+    turn = torch.where(verdict < 0, -1, batch.turn)
+    last = turn.new_full((cells,), -1).scatter_reduce_(0, cell, turn, "amax")
+    return torch.where(turn == last[cell], verdict, -1)
+
+
+def overlong_penalty(lengths: Tensor, limits: Tensor, config: OverlongConfig) -> Tensor:
+    """0 up to (1 - cache) of the limit, then linear, the whole penalty at the limit (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
         lengths: int64 [R], response tokens.
+        limits: int64 [R], tokens that the call was allowed.
     """
-    cache = max(config.cache * config.max_tokens, 1.0)
-    return config.penalty * ((lengths - (config.max_tokens - cache)) / cache).clamp(0, 1)
+    cache = (config.cache * limits).clamp(min=1.0)
+    return config.penalty * ((lengths - (limits - cache)) / cache).clamp(0, 1)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class OverlongConfig:
-    """DAPO's soft punishment of long responses."""
+    """DAPO's soft punishment of responses that come near the tokens that their call is allowed."""
 
-    max_tokens: int = 0  # a response this long loses the whole penalty; 0: off
-    cache: float = 0.2  # the penalty grows linearly over this share of max_tokens before it
-    penalty: float = 1.0
+    penalty: float = 0.0  # what a response that reaches the limit loses; 0: off
+    cache: float = 0.2  # the penalty grows linearly over this last share of the limit
 
 
 @dataclass
@@ -22,7 +21,7 @@ class RewardConfig:
     trajectory: float = 1.0  # weight of the trajectory's return
     role: float = 0.0  # weight of the column role_reward
     turn: float = 0.0  # weight of the column turn_reward
-    verdict: float = 0.0  # a row with a verdict gains this when the outcome bears it out and loses it otherwise
+    verdict: float = 0.0  # an agent's last verdict gains this when the outcome bears it out and loses it otherwise
     success: float = 0.5  # a trajectory that returns at least this succeeded, for `verdict`
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 

@@ -42,6 +42,7 @@ def collate(trajectories: Iterable[Trajectory], agents: tuple[str, ...], policie
         weight_version=column((turn.weight_version for _, _, turn in rows), torch.int64),
         role_reward=column((trajectory.role_rewards.get(turn.agent, 0.0) for _, trajectory, turn in rows), torch.float32),
         turn_reward=column((turn.reward for _, _, turn in rows), torch.float32),
+        response_limits=column((turn.limit for _, _, turn in rows), torch.int64),
         verdict=column((turn.verdict for _, _, turn in rows), torch.int64),
         state=column((hash(tuple(turn.prompt_ids)) for _, _, turn in rows), torch.int64),
         agents=agents, policies=policies,

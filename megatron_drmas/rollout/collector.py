@@ -133,13 +133,13 @@ class _TrajectoryContext:
         policy = role.config.policy
         tokenizer = self._collector.tokenizers[policy]
         messages, prompt_ids = self._prompt(agent, variables)
-        limits = self._collector.config
+        limit = role.config.max_response_tokens or self._collector.config.max_response_tokens
         index = len(self._trajectory.turns)
         seed = call_seed(
             self._collector.seed, self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample, index,
         )
         response = self._collector.clients[policy].generate(
-            prompt_ids, seed, self._sampling.temperature, self._sampling.top_p, role.config.max_response_tokens or limits.max_response_tokens,
+            prompt_ids, seed, self._sampling.temperature, self._sampling.top_p, limit,
         )
         self._collector.next_round()
         sample = await response
@@ -149,7 +149,7 @@ class _TrajectoryContext:
             raise TrajectoryFailure("engine", sample.error or f"empty response of {agent!r}")
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
-            agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, sample.finish_reason,
+            agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
             sample.weight_version, text, role.parse(text),
         )
         if len(role.config.choices) == 2 and turn.content is not None:

@@ -21,6 +21,7 @@ class Turn:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
+    limit: int  # response tokens that the call was allowed
     finish_reason: str  # stop | length
     weight_version: int
     text: str

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_drmas.algorithm.check import check_algorithm_config
-from megatron_drmas.algorithm.scores import overlong_penalty, row_scores, verdict_credit
+from megatron_drmas.algorithm.scores import last_verdicts, overlong_penalty, row_scores, verdict_credit
 from megatron_drmas.config.algorithm import (
     AlgorithmConfig,
     LossConfig,
@@ -56,11 +56,27 @@ def test_verifier_is_paid_for_being_right(make_batch):
     assert row_scores(batch, AlgorithmConfig(reward=RewardConfig(verdict=0.25))).tolist() == [1.25, -0.25, 0]
 
 
+def test_only_an_agents_last_verdict_meets_the_outcome(make_batch):
+    """Rejected, corrected, accepted: the rejection was right, whatever the outcome; so was that of the other agent's."""
+    agent, trajectory, turn = [1, 1, 2, 1, 1], [0, 0, 0, 1, 1], [1, 3, 2, 0, 2]
+    verdict = torch.tensor([0, 1, 0, 0, -1])
+    batch = make_batch(agent, [0] * 5, trajectory, [1, 1, 1, 0, 0], turn=turn, verdict=verdict)
+    assert last_verdicts(verdict, batch).tolist() == [-1, 1, 0, 0, -1]
+    config = AlgorithmConfig(reward=RewardConfig(verdict=0.25))
+    assert row_scores(batch, config).tolist() == [1.0, 1.25, 0.75, 0.25, 0.0]
+
+
 def test_soft_overlong_punishment():
     """DAPO's numbers: 20480 with a cache of 4096."""
     lengths = torch.tensor([1, 16384, 18432, 20480, 30000])
-    assert overlong_penalty(lengths, OverlongConfig(20480, 0.2)).tolist() == [0, 0, 0.5, 1, 1]
-    assert overlong_penalty(torch.tensor([9, 10]), OverlongConfig(10, 0.0, penalty=2.0)).tolist() == [0, 2]
+    assert overlong_penalty(lengths, torch.tensor([20480] * 5), OverlongConfig(1.0, 0.2)).tolist() == [0, 0, 0.5, 1, 1]
+    assert overlong_penalty(torch.tensor([9, 10, 10]), torch.tensor([10, 10, 100]), OverlongConfig(2.0, 0.0)).tolist() == [0, 2, 0]
+
+
+def test_overlong_is_measured_against_each_calls_own_limit(make_batch):
+    batch = make_batch([0, 1], [0, 0], [0, 0], [1, 1], response_limits=torch.tensor([1, 100]))
+    config = AlgorithmConfig(reward=RewardConfig(overlong=OverlongConfig(0.5)))
+    assert row_scores(batch, config).tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("weight,column", [("role", "role_reward"), ("turn", "turn_reward"), ("verdict", "verdict")])
@@ -83,7 +99,7 @@ def test_dr_mas_is_the_default():
 @pytest.mark.parametrize(
     "config,key",
     [
-        (AlgorithmConfig(reward=RewardConfig(overlong=OverlongConfig(10, 1.0))), "reward.overlong.cache"),
+        (AlgorithmConfig(reward=RewardConfig(overlong=OverlongConfig(1.0, 1.0))), "reward.overlong.cache"),
         (AlgorithmConfig(loss=LossConfig(trust_region=TrustRegionConfig(delta=0))), "loss.trust_region.delta"),
         (AlgorithmConfig(sequential=True), "sequential"),
         (AlgorithmConfig(dynamic_sampling_draws=0), "dynamic_sampling_draws"),

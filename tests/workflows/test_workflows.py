@@ -25,7 +25,7 @@ class Script:
         self.calls.append(agent)
         self.histories.append(list(variables.get("history", [])))
         content = self.lines[agent].pop(0)
-        self.turns.append(Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], "stop", 0, content or "garbage", content))
+        self.turns.append(Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content))
         return self.turns[-1]
 
     async def retrieve(self, query):
