@@ -5,7 +5,6 @@ from collections import Counter
 import torch
 
 from megatron_drmas.algorithm.early_warning import agent_statistics
-from megatron_drmas.algorithm.teamtr import certificate
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
@@ -21,7 +20,7 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         step: counted from 1.
         trajectories: all of the step's.
         batch: their rows, with advantages.
-        metrics: of the actors, by policy.
+        metrics: of the actors, by policy; of several updates in a step, as `algorithm.update_metrics.merge_metrics` merges them.
         tokens_generated: response tokens that the engines returned.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
@@ -34,9 +33,6 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
     policies = {}
     for policy, values in metrics.items():
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-        if "message_kl" in values:  # TeamTR: what this policy's update is certain to have gained, a trajectory
-            largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
-            policies[policy]["certificate"] = certificate([values["surrogate_gain"]], [values["message_kl_bound"]], largest, calls)
         for index, of_agent in values.get("agents", {}).items():
             agents[batch.agents[index]] |= of_agent
     return StepRecord(
@@ -50,17 +46,6 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
             for policy, values in metrics.items() if values["nonfinite_agents"]
         },
     )
-
-
-def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str, dict]:
-    """Metrics of a step's updates by policy; of a policy that was updated twice counts and agents add up, the rest is the later one's."""
-    merged = dict(earlier)
-    for policy, values in later.items():
-        before = merged.get(policy, {"tokens": 0, "skipped": 0, "nonfinite_agents": [], "agents": {}})
-        merged[policy] = values | {key: before[key] + values[key] for key in ("tokens", "skipped")}
-        merged[policy]["nonfinite_agents"] = sorted({*before["nonfinite_agents"], *values["nonfinite_agents"]})
-        merged[policy]["agents"] = before["agents"] | values["agents"]
-    return merged
 
 
 def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:

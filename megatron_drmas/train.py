@@ -22,6 +22,7 @@ async def train(config: RunConfig) -> None:
         ProcessFailure: an actor, an engine or the retrieval server failed.
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
+    from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
     from megatron_drmas.checkpointing import Checkpoints
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.cluster.signals import StopRequest
@@ -32,7 +33,7 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
-    from megatron_drmas.step_record import merge_metrics, step_record, trajectory_records
+    from megatron_drmas.step_record import step_record, trajectory_records
 
     questions = load_questions(config.data.train, "data.train")
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
@@ -62,7 +63,7 @@ async def train(config: RunConfig) -> None:
                     sampler.load_state_dict(state["sampler"])
                     await cluster.load(folder)
             with log.phase("first weight sync"):
-                await cluster.sync_weights(done, verify=True)
+                await cluster.sync_weights(done * len(stages), verify=True)
             if not resumed:
                 checkpoints.clear()  # only now: the new run has come as far as starting
             log.started()
@@ -70,7 +71,7 @@ async def train(config: RunConfig) -> None:
 
             for step in range(done + 1, config.steps + 1):
                 metrics, tokens_before = {}, cluster.generated_tokens
-                for learners, stream in stages:
+                for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
                             lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.of_turns),
@@ -81,9 +82,9 @@ async def train(config: RunConfig) -> None:
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
                     with log.phase("update"):
-                        metrics = merge_metrics(metrics, await cluster.update(batch, step))
+                        metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
                     with log.phase("weight_sync"):
-                        await cluster.sync_weights(step, verify=step == done + 1)
+                        await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
                 log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
                 log.log_trajectories(step, trajectory_records(trajectories))

@@ -48,6 +48,8 @@ def test_recipe_trains(recipe, train):
     for metrics in step["policies"].values():
         assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
         assert ("certificate" in metrics) == (recipe == "teamtr")
+    for agent in step["agents"].values():
+        assert ("certificate" in agent) == (recipe == "teamtr" and "tokens" in agent)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from megatron_drmas.observability.alarms import Watch
 from megatron_drmas.observability.records import plain
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
-from megatron_drmas.step_record import merge_metrics, step_record
+from megatron_drmas.step_record import step_record
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Trajectory, Turn
 
@@ -54,14 +54,6 @@ def test_a_skipped_step_names_the_policy_and_the_agents_in_it():
     (alarm,) = Watch({"writer": list(AGENTS)}).check(plain(step))
     assert alarm["message"].startswith("step 1: policy writer (agents search, answer) skipped 1 optimizer step")
     assert alarm["message"].endswith("loss of answer")
-
-
-def test_a_policy_updated_twice_adds_up_counts_and_agents():
-    merged = merge_metrics(
-        merge_metrics({}, metrics(skipped=1, nonfinite_agents=[1])), metrics(loss=0.25, nonfinite_agents=[0], agents={1: {"entropy": 0.1}}),
-    )["writer"]
-    assert (merged["tokens"], merged["skipped"], merged["loss"], merged["nonfinite_agents"]) == (20, 1, 0.25, [0, 1])
-    assert merged["agents"] == {0: {"entropy": 0.3}, 1: {"entropy": 0.1}}
 
 
 def test_the_reward_is_that_of_all_questions_drawn():

@@ -26,7 +26,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
     parallel: ParallelConfig,
-    trust_region: dict,
+    trust_region_betas: dict[str, float],
 ) -> None:
     """Write a checkpoint folder beside `path`, then rename it; an existing checkpoint there is replaced.
 
@@ -40,7 +40,7 @@ def save_checkpoint(
     dist.barrier()
     state = _state(model, optimizer, schedule, loading=False)
     state["layout"] = _layout(parallel)
-    state["trust_region"] = trust_region
+    state["trust_region_betas"] = trust_region_betas
     state["random"] = _random_object(_random_states())
     # A synchronous save's results stay in this process; Megatron's own queue lives in a process that outlives a killed rank.
     filesystem_async._results_queue = queue.Queue()
@@ -60,7 +60,7 @@ def load_checkpoint(
     schedule: OptimizerParamScheduler,
     parallel: ParallelConfig,
 ) -> dict:
-    """Restore what `save_checkpoint` wrote, and return its `trust_region`; collective.
+    """Restore what `save_checkpoint` wrote, and return its `trust_region_betas`; collective.
 
     In the layout that saved it training continues bit for bit.  Another layout gets the same model, optimizer and
     schedule, and keeps its own random states, which belong to ranks.
@@ -83,7 +83,7 @@ def load_checkpoint(
     schedule.load_state_dict(state["schedule"])
     if same_layout:
         _set_random_states(state["random"])
-    return common["trust_region"]
+    return common["trust_region_betas"]
 
 
 def _state(

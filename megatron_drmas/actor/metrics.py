@@ -78,6 +78,7 @@ class UpdateMetrics:
             **self._means(self.sums.sum(1), steps),
             "logprob_diff_max": float(self.largest_mismatch.max()) if len(self.largest_mismatch) else 0.0,
             "grad_norm": sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else math.nan,
+            "grad_norm_max": max(self.grad_norms, default=math.nan),
             "lr": lr,
             "optimizer_steps": len(self.grad_norms),
             "skipped": self.skipped,

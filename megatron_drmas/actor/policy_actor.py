@@ -61,7 +61,7 @@ class PolicyActor:
         self.model.broadcast_params()
         loss = self.settings.loss
         self.reference = [parameter.detach().cpu().clone() for parameter in self.model.parameters()] if loss.kl_coef else None
-        self.trust_region = TrustRegion(loss.trust_region.delta, loss.trust_region.beta) if loss.name == "teamtr" else None
+        self.trust_regions: dict[str, TrustRegion] = {}  # of the loss teamtr, by the agents that an update learns from
         self.optimizer = build_optimizer(self.model, self.settings)
         self.schedule = build_schedule(self.optimizer, self.settings)
         return {
@@ -80,20 +80,21 @@ class PolicyActor:
             step: of the run; chooses the rows of each mini-batch together with the seed.
 
         Returns:
-            The same on every rank: loss, grad_norm (before clipping; NaN if no step was made), clip_fraction, entropy,
-            lr (of the last step), prob_ratio (mean exp |log-prob difference to the engine|), logprob_diff_max,
-            logprob_diff_mean, ratio, kl_old, chi_square, corrected_fraction, gradient_mass, tokens, optimizer_steps,
+            The same on every rank: loss, grad_norm (before clipping, mean over the steps; NaN if no step was made),
+            grad_norm_max (the largest of them), clip_fraction, entropy, lr (of the last step), prob_ratio (mean
+            exp |log-prob difference to the engine|), logprob_diff_max, logprob_diff_mean, ratio, kl_old, chi_square, corrected_fraction, gradient_mass, tokens, optimizer_steps,
             skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
             (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
             With a KL to the reference, the policy that the run began with: kl_reference.
             With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
-            beta, message_kl_bound and surrogate_gain (see `teamtr.measure_update`).
+            beta, message_kl_bound and surrogate (see `teamtr.measure_update`).
         """
         metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
         lr = self._lr()
         generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
         minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
-        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or self.trust_region else None
+        region = self._trust_region(batch) if self.settings.loss.name == "teamtr" else None
+        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or region else None
         if self.reference is not None:
             batch = replace(batch, reference_logprobs=self._reference_logprobs(batch))
         trust = {}
@@ -104,16 +105,16 @@ class PolicyActor:
                 token_weights(mini, self.settings.loss),
                 None if old_logprobs is None else gather_segments(old_logprobs, batch.response_offsets, rows),
                 self.settings.loss,
-                self.trust_region.beta if self.trust_region else 0.0,
+                region.beta if region else 0.0,
             )
             self._zero_gradients()
             outputs = run_micro_batches(self.model, self._micro_batches(mini), head, self.settings.device)
             lr = self._lr()
             metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
-            if self.trust_region:
+            if region:
                 trust = measure_update(batch, old_logprobs, self.token_logprobs(batch), self.settings.loss)
-                stop = self.trust_region.observe(trust["message_kl"])
-                trust["beta"] = self.trust_region.beta
+                stop = region.observe(trust["message_kl"])
+                trust["beta"] = region.beta
                 if stop:
                     break
         return metrics.report(lr) | trust
@@ -164,14 +165,14 @@ class PolicyActor:
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder (storage shared by all ranks), atomically: model, optimizer, schedule, random states."""
-        trust_region = {"beta": self.trust_region.beta} if self.trust_region else {}
-        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel, trust_region)
+        betas = {agents: region.beta for agents, region in self.trust_regions.items()}
+        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel, betas)
 
     def load(self, path: str) -> None:
         """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
-        trust_region = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
-        if self.trust_region:
-            self.trust_region.beta = trust_region["beta"]
+        betas = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
+        delta = self.settings.loss.trust_region.delta
+        self.trust_regions = {agents: TrustRegion(delta, beta) for agents, beta in betas.items()}
 
     def export_hf(self, path: str) -> None:
         """Write the whole policy as a Hugging Face folder (storage shared by all ranks), atomically.
@@ -184,6 +185,12 @@ class PolicyActor:
         """Leave the process group and free the model."""
         del self.optimizer, self.schedule, self.model
         destroy_groups()
+
+    def _trust_region(self, batch: TurnBatch) -> TrustRegion:
+        """That of the agents who speak in the batch: with algorithm.sequential, of the one whose turn it is."""
+        speakers = ", ".join(batch.agents[agent] for agent in batch.agent.unique().tolist())
+        settings = self.settings.loss.trust_region
+        return self.trust_regions.setdefault(speakers, TrustRegion(settings.delta, settings.beta))
 
     def _micro_batches(self, batch: TurnBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
         """This data-parallel rank's packed micro-batches; every rank has the same number."""

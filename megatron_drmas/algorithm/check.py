@@ -28,6 +28,8 @@ def check_algorithm_config(config: AlgorithmConfig) -> None:
         )
     if config.sequential and config.loss.name != "teamtr":
         raise ConfigError("algorithm.sequential", True, "agents in turn need a trust region", "set algorithm.loss.name=teamtr")
+    if config.loss.name == "teamtr" and not config.sequential:
+        raise ConfigError("algorithm.loss.name", "teamtr", "bounds the update of one agent", "set algorithm.sequential=true")
     if config.dynamic_sampling_draws < 1:
         raise ConfigError(
             "algorithm.dynamic_sampling_draws", config.dynamic_sampling_draws, "must be at least 1", "1 draws once: off"

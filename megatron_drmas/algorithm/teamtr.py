@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.config.algorithm import LossConfig
-from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_sum
+from megatron_drmas.kernels.segments import expand_rows, segment_sum
 from megatron_drmas.rollout.batch import TurnBatch
 
 
@@ -38,8 +38,9 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
 
     Returns:
         message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
-        the same KL that is never negative, for the certificate; and surrogate_gain, the mean over trajectories of
-        sum_messages min(w A, clip(w) A) - A: the certificate's L in units of the normalised advantage.
+        the same KL that is never negative, for the certificate; and surrogate, the sum over messages of
+        min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included in which this agent did
+        not speak, that is the certificate's L in units of the normalised advantage, less what clipping may hide.
     """
     rows = len(batch)
     sequence = expand_rows(torch.arange(rows), batch.response_lengths)
@@ -49,11 +50,10 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
     advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
     bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio[spoke] * advantage, bounded * advantage) - advantage
-    trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
     return {
         "message_kl": message_kl(sampled, current, sequence, rows),
         "message_kl_bound": float((ratio - 1 - log_ratio).mean()),
-        "surrogate_gain": float(gain.sum()) / trajectories,
+        "surrogate": float(gain.sum()),
     }
 
 
@@ -99,12 +99,13 @@ def certificate(
     slack: float = 0.0,
     fresh: bool = True,
 ) -> float:
-    """Lower bound on a stage's improvement: sum_i (L_i - c sqrt(kl_i)) - slack.
+    """Lower bound on the improvement of a stage's updates: sum_i (L_i - c sqrt(kl_i)) - slack.
 
     Args:
-        surrogates: L_i of each agent's update, summed over an episode's calls.
+        surrogates: L_i of each agent's update, summed over an episode's calls and averaged over all trajectories.
         kls: the largest KL per call of each update; an estimate below 0 counts as 0.
-        slack: what clipping, ratios and normalisation may hide, such as the mean |unclipped - clipped surrogate|.
+        slack: what clipping, ratios and normalisation may hide beyond that: 0 for the clipped surrogate, which never
+            exceeds the unclipped one.
         fresh: every update had its own rollouts.  Where all n updates reuse the first ones, c becomes c n.
     """
     c = penalty_constant(a_max, horizon, discount) * (1 if fresh else len(kls))

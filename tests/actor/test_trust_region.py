@@ -50,6 +50,24 @@ def test_a_wide_region_lets_every_step_be_made(run):
     assert second == again, "beta is part of the checkpoint"
 
 
+def two_agents_in_turn(actor, folder):
+    batch = falling_batch()
+    own = [batch.select(batch.agent == agent) for agent in (0, 1)]
+    results = [actor.update(own[0], 1), actor.update(own[1], 1), actor.update(own[0], 2)]
+    actor.save(folder)
+    betas = {agents: region.beta for agents, region in actor.trust_regions.items()}
+    actor.trust_regions.clear()
+    actor.load(folder)
+    return results, betas, {agents: region.beta for agents, region in actor.trust_regions.items()}
+
+
+def test_agents_that_share_a_policy_have_regions_of_their_own(ranks, models, tmp_path):
+    settings = make_settings(models["llama"], "tp1", loss=region(1e-6), updates_per_batch=4)
+    (results, betas, restored), *_ = ranks.run(settings, two_agents_in_turn, str(tmp_path / "checkpoint"))
+    assert [result["beta"] for result in results] == [0.2, 0.2, 0.4]
+    assert len(betas) == 2 and betas == restored
+
+
 @pytest.mark.parametrize("layout", ["tp1", "dp2"])
 def test_the_reference_is_where_the_run_began(run, layout):
     """The KL to it grows over two updates, and is the same on every rank."""

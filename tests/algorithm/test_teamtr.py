@@ -130,12 +130,12 @@ def test_beta_follows_the_kl_and_delta_ends_the_update():
     assert region.beta == region.min_beta
 
 
-def test_update_is_measured_by_message_and_by_trajectory(make_batch):
-    """Two messages in one of two trajectories; ratios 2 (A = 1, clipped to 1.2), 1/2 (A = -1, clipped to 0.8), 1 (A = 3)."""
+def test_update_is_measured_by_message(make_batch):
+    """Ratios 2 (A = 1, clipped to 1.2), 1/2 (A = -1, clipped to 0.8), 1 (A = 3)."""
     batch = make_batch([0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0], lengths=[2, 1, 1])
     batch.advantages = torch.tensor([1.0, 1.0, -1.0, 3.0])
     sampled, half = torch.zeros(4), math.log(2) / 2
     measured = measure_update(batch, sampled, torch.tensor([half, half, -math.log(2), 0.0]), LossConfig())
     assert measured["message_kl"] == pytest.approx(0.0, abs=1e-6)
     assert measured["message_kl_bound"] == pytest.approx((2 + 0.5 + 1 - 3) / 3)
-    assert measured["surrogate_gain"] == pytest.approx((0.2 + (-0.8 + 1.0) + 0.0) / 2)
+    assert measured["surrogate"] == pytest.approx(0.2 + (-0.8 + 1.0) + 0.0)
