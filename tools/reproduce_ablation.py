@@ -50,6 +50,24 @@ def frozen_config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
+def frozen_results(args: argparse.Namespace, bars: Progress) -> dict:
+    """`frozen_study`'s, or what an earlier command with the same arguments has left.
+
+    Raises:
+        SystemExit: DIR is of a command with other arguments.
+    """
+    saved = args.out / "frozen.json"
+    arguments = {name: str(getattr(args, name)) for name in ("tiny_team", "team", "max_turns", "frozen_batches")}
+    if not saved.exists():
+        write_atomically(saved, json.dumps({"arguments": arguments, **asyncio.run(frozen_study(args, bars))}))
+    frozen = json.loads(saved.read_text())
+    for name, value in arguments.items():
+        if frozen["arguments"][name] != value:
+            option = f"--{name.replace('_', '-')}"
+            sys.exit(f"reproduce_ablation: {saved} was made with {option} {frozen['arguments'][name]}, not {value}; choose another --out")
+    return frozen
+
+
 async def frozen_study(args: argparse.Namespace, bars: Progress) -> dict:
     """Measure the lemma's factor, choose the task's limit of turns, and compare the variants."""
     from megatron_drmas.cluster.cluster import Cluster
@@ -164,10 +182,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(args.tiny_team)], check=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as bars:
-        saved = args.out / "frozen.json"
-        if not saved.exists():
-            write_atomically(saved, json.dumps(asyncio.run(frozen_study(args, bars))))
-        frozen = json.loads(saved.read_text())
+        frozen = frozen_results(args, bars)
         write_results(args, frozen)
         plan = [(v, p, s) for s in range(args.seeds) for p in args.precisions for v in args.variants]
         if plan:

@@ -22,8 +22,8 @@ class StepRecord:
     the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), invalid_rate,
     calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the agent's squared
     advantage), and what the actor reports by agent.
-    `policies[name]`: loss, grad_norm (before clipping), clip_fraction, entropy, lr, prob_ratio (mean trainer/engine
-    token probability ratio), logprob_diff_max, logprob_diff_mean.
+    `policies[name]`: loss, grad_norm (before clipping, mean over optimizer steps), grad_norm_max, clip_fraction, entropy,
+    lr, prob_ratio (mean trainer/engine token probability ratio), logprob_diff_max, logprob_diff_mean.
     """
 
     step: int

@@ -42,6 +42,8 @@ def step_record(step: int) -> StepRecord:
         del agents["answer"]
     if step == 6:
         policies["judge"]["grad_norm"] = 40.0  # far over the running median of five steps
+    for metrics in policies.values():
+        metrics["grad_norm_max"] = metrics["grad_norm"]
     return StepRecord(
         step,
         draw(),

@@ -9,7 +9,7 @@ from megatron_drmas.observability.alarms import WARM_UP, Watch
 AGENTS_OF = {"judge": ["verifier"], "writer": ["search", "answer"]}
 
 
-def raised(values, metric="grad_norm", scope="policies", who="writer") -> list[list[dict]]:
+def raised(values, metric="grad_norm_max", scope="policies", who="writer") -> list[list[dict]]:
     watch = Watch(AGENTS_OF)
     empty = {"skipped": {}, "nonfinite": {}, "agents": {}, "policies": {}}
     return [watch.check(empty | {"step": step, scope: {who: {metric: value}}}) for step, value in enumerate(values, 1)]
@@ -35,21 +35,44 @@ def test_a_spike_over_five_medians_alarms_once(values, factor):
     spike = sorted(values)[len(values) // 2] * factor
     *quiet, last, after = raised([*values, spike, values[0]])
     assert not any(quiet) and len(last) == 1 and not after
-    assert last[0]["metric"] == "grad_norm" and last[0]["who"] == "writer" and last[0]["value"] == spike
+    assert last[0]["metric"] == "grad_norm_max" and last[0]["who"] == "writer" and last[0]["value"] == spike
 
 
 def test_an_alarm_names_step_policy_and_agents():
     (alarm,) = raised([1.0] * WARM_UP + [50.0])[-1]
     assert (
         alarm["message"]
-        == f"step {WARM_UP + 1}: grad_norm of policy writer (agents search, answer) is 50, over 5 times its running median 1"
+        == f"step {WARM_UP + 1}: grad_norm_max of policy writer (agents search, answer) is 50, over 5 times its running median 1"
     )
+
+
+@pytest.mark.parametrize(
+    "metric, scope, usual, factor",
+    [
+        ("grad_norm_max", "policies", 1.0, 1.04),
+        ("entropy", "policies", 0.5, 0.97),
+        ("entropy", "agents", 0.5, 0.92),
+        ("entropy", "agents", 0.5, 1.02),
+        ("response_length", "agents", 20.0, 1.02),
+        ("response_length", "agents", 2000.0, 0.97),
+    ],
+)
+def test_a_slow_drift_alarms_though_no_step_stands_out(metric, scope, usual, factor):
+    """A few percent a step: the running median drifts along, the start does not."""
+    alarms = raised([usual * factor**step for step in range(200)], metric, scope, "search" if scope == "agents" else "writer")
+    assert not any(alarms[: WARM_UP + 5]) and alarms[-1]
+    assert "its start" in alarms[-1][0]["message"] or "running median" in alarms[-1][0]["message"]
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=200, max_size=200))
+def test_what_only_varies_about_its_start_raises_nothing(values):
+    assert not any(raised(values, "entropy"))
 
 
 @pytest.mark.parametrize(
     "metric, scope, who, usual, away",
     [
-        ("grad_norm", "policies", "judge", 1.0, None),
+        ("grad_norm_max", "policies", "judge", 1.0, None),
         ("prob_ratio", "policies", "judge", 1.0, 1.06),
         ("prob_ratio", "agents", "search", 1.0, 1.06),
         ("entropy", "policies", "writer", 0.5, 1.6),
@@ -66,7 +89,7 @@ def test_what_runs_away_alarms_in_its_step_and_names_its_owner(metric, scope, wh
 
 
 def test_a_skipped_optimizer_step_alarms_and_names_policy_and_agents():
-    line = {"step": 3, "skipped": {"writer": 1}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"grad_norm": 0.5}}}
+    line = {"step": 3, "skipped": {"writer": 1}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"grad_norm_max": 0.5}}}
     (alarm,) = Watch(AGENTS_OF).check(line)
     assert alarm["message"].startswith("step 3: policy writer (agents search, answer) skipped 1 optimizer step")
 

@@ -133,7 +133,7 @@ def test_it_shows_results_by_hop_alarms_configuration_and_counts(folder):
         "0.200 → 0.800",
         "2 hops",
         "pass@4",
-        "grad_norm of policy writer (agents search, answer) is not finite",
+        "grad_norm_max of policy writer (agents search, answer) is not finite",
         "retrieval timed out",
         "policy: judge",
         "weight_sync",

@@ -118,7 +118,7 @@ def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_sum
     assert summary["weight_sync_share"] == 0.25 / 5.25
     assert summary["tokens_per_second"] == sum(line["tokens_generated"] for line in steps) / 12.0
     assert (summary["masked"], summary["skipped"]) == ({"retrieval timed out": 4}, {"writer": 1})
-    assert summary["alarms"] == {"grad_norm": 2, "skipped": 1}
+    assert summary["alarms"] == {"grad_norm_max": 2, "skipped": 1}
     assert set(summary["agents"]) == {"verifier", "search", "answer"}  # the answerer spoke last in step 4
     assert summary["policies"]["writer"] == steps[-1]["policies"]["writer"]
     assert summary["peak_memory_gib"] > 0
@@ -182,8 +182,8 @@ def test_tensorboard_tags_are_stable(undisturbed):
         "throughput/tokens_per_second",
         "masked/retrieval timed out",
         "skipped/writer",
-        "alarm/grad_norm/writer",
-        "alarm/grad_norm/judge",
+        "alarm/grad_norm_max/writer",
+        "alarm/grad_norm_max/judge",
         "alarm/skipped/writer",
         *(
             f"agent/{agent}/{metric}"
@@ -193,7 +193,7 @@ def test_tensorboard_tags_are_stable(undisturbed):
         *(
             f"policy/{policy}/{metric}"
             for policy in ("judge", "writer")
-            for metric in ("loss", "grad_norm", "prob_ratio", "logprob_diff_max")
+            for metric in ("loss", "grad_norm", "grad_norm_max", "prob_ratio", "logprob_diff_max")
         ),
         *(
             f"evaluation/{mode}/{metric}"

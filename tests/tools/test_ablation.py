@@ -1,5 +1,6 @@
 """The ablation's arithmetic, on runs made up here."""
 
+import argparse
 import json
 import math
 
@@ -12,6 +13,7 @@ from megatron_drmas.rollout.batch import TurnBatch
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import count_spikes, mean_and_error, read_run, summarise
 from tools.ablation.variants import VARIANTS
+from tools.reproduce_ablation import frozen_results
 
 
 def write_metrics(path, norms, skipped=0):
@@ -46,7 +48,9 @@ def test_spikes():
     assert count_spikes([1.0] * 10 + [5.1] + [1.0] * 3) == 1
     assert count_spikes([1.0] * 10 + [4.9]) == 0
     assert count_spikes([1.0, 100.0, 1.0]) == 0, "too early for a median"
-    assert count_spikes([0.0] * 10 + [1.0] * 11) == 0, "a median near 0 makes no spikes"
+    assert count_spikes([0.0] * 10 + [1.0] * 11) == 0, "no gradient is no norm"
+    assert count_spikes([1.0] * 10 + [0.01] * 15 + [1.0]) == 0, "a median that has fallen near 0 makes no spikes"
+    assert count_spikes([1.0] * 19 + [100.0] * 21) == 19, "an explosion that lasts is one: the floor knows no later steps"
     assert count_spikes([math.nan] * 6) == 0
     assert count_spikes([1.0] * 6 + [math.nan, 2000.0]) == 1
 
@@ -69,6 +73,16 @@ def test_table_and_figure_are_written(tmp_path):
     write_figure(tmp_path / "ablation.png", runs)
     assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
     write_table(tmp_path / "ablation.md", task, frozen, {})
+
+
+def test_results_of_other_arguments_are_not_taken_for_ones_own(tmp_path):
+    args = argparse.Namespace(out=tmp_path, tiny_team=tmp_path / "team", team="search_tiny", max_turns=2, frozen_batches=1)
+    made = {"tiny_team": str(args.tiny_team), "team": "search_tiny", "max_turns": "4", "frozen_batches": "1"}
+    (tmp_path / "frozen.json").write_text(json.dumps({"arguments": made, "max_turns": 4}))
+    with pytest.raises(SystemExit, match="made with --max-turns 4, not 2; choose another --out"):
+        frozen_results(args, None)
+    args.max_turns = 4
+    assert frozen_results(args, None)["max_turns"] == 4
 
 
 def test_variants_are_valid_and_different():

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from megatron_drmas.observability.history import write_atomically
-from tools.ablation.results import Run
+from tools.ablation.results import Run, mean_and_error
 from tools.ablation.variants import VARIANTS
 
 
@@ -80,7 +80,8 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
             )
     lines += [
         "",
-        "Means over seeds ± standard error. A spike is a step whose gradient norm, before clipping, is over 5 × its running median.",
+        "Means over seeds ± standard error. A spike is a step whose gradient norm, before clipping, is over 5 × its running median "
+        "(a running median under a quarter of its largest value counts as that).",
         "The paper's column is Dr. MAS's Table 3, Qwen2.5-3B/7B on seven search sets: another task, to compare the order only.",
         "",
     ]
@@ -88,7 +89,7 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
 
 
 def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
-    """Write the figure: reward, and each policy's gradient norm on a log axis; one row of panels per precision.
+    """Write the figure: reward, each policy's gradient norm on a log axis, and spikes; one row of panels per precision.
 
     Args:
         runs: precision -> variant -> runs over seeds.
@@ -96,7 +97,7 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
     policies = sorted(
         {policy for variants in runs.values() for of in variants.values() for run in of for policy in run.grad_norms}
     )
-    columns = 1 + len(policies)
+    columns = 2 + len(policies)
     figure, axes = plt.subplots(len(runs), columns, figsize=(5 * columns, 3.5 * len(runs)), squeeze=False, layout="constrained")
     for row, (precision, variants) in zip(axes, runs.items()):
         for name, of_variant in variants.items():
@@ -107,10 +108,25 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
         row[0].legend(fontsize="small")
         for axis, policy in zip(row[1:], policies):
             axis.set(title=f"{precision}: gradient norm, {policy}", xlabel="step", yscale="log")
+        _spike_bars(row[-1], variants, policies)
+        row[-1].set(title=f"{precision}: spikes a run, and non-finite steps")
     beside = path.with_suffix(".part.png")
     figure.savefig(beside, dpi=120)
     plt.close(figure)
     beside.replace(path)
+
+
+def _spike_bars(axis, variants: dict[str, list[Run]], policies: list[str]) -> None:
+    """Mean over seeds with its standard error; one group of bars per variant, one bar per policy and one for non-finite steps."""
+    kinds = [*policies, "non-finite"]
+    for place, kind in enumerate(kinds):
+        counts = [
+            [run.nonfinite if kind == "non-finite" else run.spikes.get(kind, 0) for run in of_variant] for of_variant in variants.values()
+        ]
+        means, errors = zip(*(mean_and_error([float(count) for count in of]) for of in counts))
+        axis.bar(np.arange(len(counts)) + (place - len(kinds) / 2 + 0.5) / (len(kinds) + 1), means, 0.9 / (len(kinds) + 1), yerr=errors, label=kind)
+    axis.set_xticks(range(len(variants)), [VARIANTS[name].label for name in variants], rotation=20, fontsize="small")
+    axis.legend(fontsize="small")
 
 
 def _curve(axis, series: list[list[float]], label: str) -> None:

@@ -10,7 +10,7 @@ from megatron_drmas.observability.history import read_json_lines
 
 SPIKE = 5.0  # times the running median
 WARM_UP = 5  # steps before a running median counts
-FLOOR = 0.25  # of the run's own median: a smaller running median counts as this
+FLOOR = 0.25  # of the largest running median so far: a smaller one counts as this
 
 
 @dataclass
@@ -52,18 +52,17 @@ def read_run(path: Path) -> Run:
 
 
 def count_spikes(norms: list[float]) -> int:
-    """Steps whose norm is over 5 x the running median of the steps before.
+    """Steps whose norm is over 5 x the running median of the steps before, those without a gradient aside.
 
-    A running median under a quarter of the whole run's counts as that: where nearly all groups are constant, norms
-    near 0 would make every ordinary step a spike.
+    A running median that has fallen under a quarter of its largest value counts as that: where nearly all groups have
+    become constant, norms near 0 would make every ordinary step a spike.
     """
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if not finite:
-        return 0
-    floor, spikes = FLOOR * median(finite), 0
+    finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    largest, spikes = 0.0, 0
     for step in range(WARM_UP, len(finite)):
-        if finite[step] > SPIKE * max(median(finite[:step]), floor):
-            spikes += 1
+        usual = median(finite[:step])
+        largest = max(largest, usual)
+        spikes += finite[step] > SPIKE * max(usual, FLOOR * largest)
     return spikes
 
 
