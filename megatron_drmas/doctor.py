@@ -25,7 +25,7 @@ HOPPER = (9, 0)
 OPTIONAL = {
     "apex": "Megatron takes Transformer Engine's or torch's optimizer and norms instead",
     "flash-attn": "Megatron's attention comes from Transformer Engine or torch instead; vLLM brings its own",
-    "triton": "the agent-wise advantage comes from its torch reference instead of the fused kernel",
+    "triton": "no fused advantage kernel for columns that lie on a GPU; a run computes its advantages on the driver's CPU either way",
 }
 EFFECTS = {
     "torch": "nothing runs",

@@ -76,7 +76,7 @@ class LossConfig:
     per_agent: bool = False  # every agent of the mini-batch has the same total weight
     entropy_coef: float = 0.0
     kl_coef: float = 0.0  # weight of KL(policy || frozen reference)
-    kl_estimator: str = "k3"  # k1 | k2 | k3
+    kl_estimator: str = "k3"  # k1 | k2 | k3; k1's gradient is zero in expectation
     trust_region: TrustRegionConfig = field(default_factory=TrustRegionConfig)  # teamtr
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
