@@ -11,6 +11,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
 
 
@@ -40,6 +41,8 @@ async def train(config: RunConfig) -> None:
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
     learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    if not learning:
+        raise ConfigError("team.agents", list(agents), "no agent learns: each, or its policy, is not trainable", "let one learn, or use megatron_drmas.evaluate")
     stages = [(learning, sampling)]
     if config.algorithm.sequential:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]

@@ -225,10 +225,10 @@ def check_loss_config(config: LossConfig) -> None:
         )
     if config.dual_clip and config.dual_clip <= 1:
         raise ConfigError("algorithm.loss.dual_clip", config.dual_clip, "must exceed 1", "use 3, or 0 to switch it off")
-    if not 0 <= config.clip_low < 1 or config.clip_high < 0:
-        raise ConfigError(
-            "algorithm.loss.clip_low", config.clip_low, "bounds need 0 <= clip_low < 1 and clip_high >= 0", "the paper uses 0.2"
-        )
+    if not 0 <= config.clip_low < 1:
+        raise ConfigError("algorithm.loss.clip_low", config.clip_low, "must lie in [0, 1)", "the paper uses 0.2")
+    if config.clip_high < 0:
+        raise ConfigError("algorithm.loss.clip_high", config.clip_high, "is negative", "the paper uses 0.2")
     if config.name == "teamtr" and config.aggregation != "sequence_mean":
         raise ConfigError(
             "algorithm.loss.aggregation", config.aggregation, "teamtr averages over messages", "set it to sequence_mean"

@@ -13,10 +13,11 @@ import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
-from megatron_drmas.cluster.process import ProcessFailure, together
+from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.retrieval import RetrievalService
-from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.concurrency import together
+from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
+from megatron_drmas.environments.base import ENVIRONMENTS, Environment
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.collector import Collector
@@ -61,13 +62,14 @@ class Cluster:
 
     async def _start(self) -> None:
         config = self.config
-        environment_config = config.environment
         device = resolve_device(config)
         placement = place(config, device)
         retrieval: Optional[RetrievalService] = None
-        if environment_config.retrieval.corpus and not environment_config.retrieval.url:
-            retrieval = RetrievalService(environment_config.retrieval.corpus, self.run_dir / "logs" / "retrieval.log")
+        if config.environment.retrieval.corpus and not config.environment.retrieval.url:
+            retrieval = RetrievalService(config.environment.retrieval.corpus, self.run_dir / "logs" / "retrieval.log")
             self._stack.callback(retrieval.stop)
+        else:  # whatever it relies on is there already, or is missed before anything has started
+            environment = await self._enter(config.environment)
         with self._phase("start Ray"):
             start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
             self._stack.callback(ray.shutdown)
@@ -81,14 +83,18 @@ class Cluster:
             await together(policy.start() for policy in self.policies.values())
         if retrieval is not None:
             url = await retrieval.ready(config.cluster.start_timeout_s)
-            environment_config = replace(environment_config, retrieval=replace(environment_config.retrieval, url=url))
-        environment = await self._stack.enter_async_context(ENVIRONMENTS[environment_config.name](environment_config))
+            environment = await self._enter(replace(config.environment, retrieval=replace(config.environment.retrieval, url=url)))
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
+
+    async def _enter(self, config: EnvironmentConfig) -> Environment:
+        environment = await self._stack.enter_async_context(ENVIRONMENTS[config.name](config))
+        await environment.check()
+        return environment
 
     @property
     def trainable(self) -> dict[str, PolicyRuntime]:

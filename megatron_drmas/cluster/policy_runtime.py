@@ -9,7 +9,8 @@ import ray
 
 from megatron_drmas.actor.precision import environment
 from megatron_drmas.cluster.placement import Slot
-from megatron_drmas.cluster.process import RemoteProcess, together
+from megatron_drmas.cluster.process import RemoteProcess
+from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.requests import EngineSettings, Request, Sample

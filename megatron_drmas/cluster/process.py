@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, Awaitable, Iterable, Optional
+from typing import Any, Optional
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
@@ -77,15 +77,3 @@ class RemoteProcess:
 def _last_line(error: RayError) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else None
     return f"{type(cause).__name__}: {cause}".split("\n")[0] if cause is not None else str(error).strip().split("\n")[-1]
-
-
-async def together(coroutines: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await coroutines at the same time; the first failure is raised at once and the others are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -20,6 +20,13 @@ class Environment:
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
         return None
 
+    async def check(self) -> None:
+        """Try what the environment relies on; called once, when the environment has been entered.
+
+        Raises:
+            ConfigError: names the setting under which it cannot be reached or does not answer.
+        """
+
     async def retrieve(self, query: str) -> list[str]:
         """Passages for a query.
 

@@ -8,6 +8,7 @@ from typing import Optional
 
 import aiohttp
 
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, register_environment
@@ -70,6 +71,16 @@ class SearchEnvironment(Environment):
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def check(self) -> None:
+        """One query, so that a wrong address, a server that is gone or a `topk` it refuses ends the run before it begins."""
+        settings = self.config.retrieval
+        if self._session is not None:
+            try:
+                await self._ask(["check"])
+            except (_Refused, TrajectoryFailure) as error:
+                problem = f"a query for topk={settings.topk} passages failed: {error}"
+                raise ConfigError("environment.retrieval.url", settings.url, problem, "start the server there, or correct url or topk") from error
 
     async def retrieve(self, query: str) -> list[str]:
         """Passages for a query; queries made in one turn of the event loop travel together."""

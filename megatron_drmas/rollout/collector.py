@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RolloutConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
@@ -88,12 +89,12 @@ class Collector:
                 async with gate:
                     await self._run(trajectory, sampling, rewards_turns)
 
-            await _all(gated(trajectory) for trajectory in trajectories)
+            await together(gated(trajectory) for trajectory in trajectories)
         return trajectories
 
     async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling, rewards_turns: bool) -> None:
         self._live = len(trajectories)
-        await _all(self._run(trajectory, sampling, rewards_turns) for trajectory in trajectories)
+        await together(self._run(trajectory, sampling, rewards_turns) for trajectory in trajectories)
 
     async def _run(self, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool) -> None:
         context = _TrajectoryContext(self, trajectory, sampling, rewards_turns)
@@ -184,13 +185,3 @@ class _TrajectoryContext:
             if not history:
                 raise TrajectoryFailure("prompt_too_long", f"prompt of {agent!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}")
             variables = {**variables, "history": history[1:]}
-
-
-async def _all(coroutines) -> None:
-    """Run coroutines together; the first exception cancels the rest and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                group.create_task(coroutine)
-    except* Exception as errors:
-        raise errors.exceptions[0] from None

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Optional, Sequence
 
+from megatron_drmas.concurrency import together
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.verify import compare
 
@@ -100,17 +101,17 @@ async def synchronise(
     began = time.monotonic()
     update = _Update(asyncio.get_running_loop().time() + timeout_s, timeout_s, version)
     try:
-        await _all(update.wait(engine.name, "begin_update", engine.begin_update()) for engine in engines)
-        await _all(update.wait(sender.name, "begin_send", sender.begin_send(verify)) for sender in senders)
+        await together(update.wait(engine.name, "begin_update", engine.begin_update()) for engine in engines)
+        await together(update.wait(sender.name, "begin_send", sender.begin_send(verify)) for sender in senders)
         await _transfer(update, senders, engines)
-        await _all(update.wait(engine.name, "finish_update", engine.finish_update(version)) for engine in engines)
-        digests = await _all(update.wait(sender.name, "end_send", sender.end_send()) for sender in senders)
+        await together(update.wait(engine.name, "finish_update", engine.finish_update(version)) for engine in engines)
+        digests = await together(update.wait(sender.name, "end_send", sender.end_send()) for sender in senders)
     except BaseException:
         await asyncio.gather(*(_forget(sender) for sender in senders))
         raise
     if verify:
         sent = {name: value for of_rank in digests for name, value in of_rank.items()}
-        loaded = await _all(update.wait(engine.name, "weight_digests", engine.weight_digests()) for engine in engines)
+        loaded = await together(update.wait(engine.name, "weight_digests", engine.weight_digests()) for engine in engines)
         for engine, found in zip(engines, loaded):
             compare(sent, found, engine.name)
         update.stats.verified = True
@@ -124,7 +125,7 @@ async def _transfer(update: _Update, senders: Sequence[SenderCalls], engines: Se
     loading: Optional[asyncio.Task] = None
     try:
         while sending:
-            infos = await _all(update.wait(sender.name, "next_bucket", sender.next_bucket()) for sender in sending)
+            infos = await together(update.wait(sender.name, "next_bucket", sender.next_bucket()) for sender in sending)
             sending = [sender for sender, info in zip(sending, infos) if info is not None]
             if loading is not None:
                 await loading
@@ -151,7 +152,7 @@ def _join(infos: list[dict]) -> list[dict]:
 async def _load(update: _Update, engines: Sequence[EngineCalls], infos: list[dict]) -> None:
     for info in infos:
         what = f"load_bucket ({info['names'][0]} … {info['names'][-1]})"
-        await _all(update.wait(engine.name, what, engine.load_bucket(info)) for engine in engines)
+        await together(update.wait(engine.name, what, engine.load_bucket(info)) for engine in engines)
         update.stats.buckets += 1
         update.stats.tensors += len(info["names"])
 
@@ -162,15 +163,3 @@ async def _forget(sender: SenderCalls) -> None:
         await asyncio.wait_for(sender.end_send(), CLOSE_TIMEOUT_S)
     except Exception as error:  # the failure that led here is the one to raise
         logger.warning("%s did not free its buckets: %r", sender.name, error)
-
-
-async def _all(waits: Any) -> list[Any]:
-    """Wait for all; the first failure is raised at once and the other waits end."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

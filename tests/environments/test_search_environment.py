@@ -7,6 +7,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment, exact_match, normalise_answer
@@ -32,8 +33,8 @@ def test_normalisation_is_idempotent():
     assert normalise_answer(normalise_answer(text)) == normalise_answer(text) == "quick brown fox answer"
 
 
-def ask(handler, queries=1, **settings):
-    """Retrieve from a server that answers with `handler`."""
+def ask(handler, queries=1, check=False, **settings):
+    """Retrieve from a server that answers with `handler`, or only check it."""
 
     async def run():
         app = web.Application()
@@ -46,6 +47,8 @@ def ask(handler, queries=1, **settings):
         config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=f"http://127.0.0.1:{port}", **settings))
         try:
             async with SearchEnvironment(config) as environment:
+                if check:
+                    return await environment.check()
                 return await asyncio.gather(*(environment.retrieve(f"q{i}") for i in range(queries)), return_exceptions=True)
         finally:
             await runner.cleanup()
@@ -173,3 +176,20 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
 def test_a_passage_supports_an_answer_that_it_holds_as_whole_words(passage, accepted, holds):
     environment = SearchEnvironment(EnvironmentConfig(name="search"))
     assert environment.supports(Question("0", "who?", accepted), ["nothing here", passage]) is holds
+
+
+def test_a_server_is_tried_before_the_run_begins():
+    ask(ranked, check=True)
+
+    async def refuses(request):
+        return web.Response(status=422)
+
+    with pytest.raises(ConfigError, match=r"environment\.retrieval\.url = .*topk=1000.*answered 422"):
+        ask(refuses, check=True, topk=1000)
+
+    async def nobody():
+        async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:1"))) as environment:
+            await environment.check()
+
+    with pytest.raises(ConfigError, match=r"environment\.retrieval\.url = 'http://127\.0\.0\.1:1"):
+        asyncio.run(nobody())
