@@ -114,6 +114,7 @@ class WorkflowConfig:
     name: str = MISSING  # a name registered in megatron_drmas.workflows
     max_turns: int = 4
     history: int = 4  # how many past turns a prompt shows
+    width: int = 3  # calls that run at the same time: voting's candidates, orch_workers' strategies at most
 
 
 @dataclass

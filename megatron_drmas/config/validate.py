@@ -37,7 +37,7 @@ CHOICES = {
     "environment.retrieval.order": ("best_first", "best_last"),
 }
 AT_LEAST = {
-    "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0,
+    "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0, "team.workflow.width": 1,
     "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
     "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
     "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
@@ -222,8 +222,11 @@ def _check_team(config: RunConfig) -> None:
         if agent.policy not in config.policies:
             raise ConfigError(f"{key}.policy", agent.policy, "no such policy", f"choose one of: {', '.join(config.policies)}")
         _choice(f"{key}.parser", agent.parser, PARSERS)
-        if agent.parser == "tag" and not agent.tag:
-            raise ConfigError(f"{key}.tag", agent.tag, "parser 'tag' needs one", "name the tag that the output must hold")
+        needed = workflow.parsers.get(name, agent.parser)
+        if agent.parser != needed:
+            raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
+        if agent.parser in ("tag", "tags") and not agent.tag:
+            raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
         if agent.max_response_tokens is not None:
             _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:

@@ -7,11 +7,12 @@ function of the tokens alone.  The price is that an engine idles while a round's
 """
 
 import asyncio
+import bisect
 import hashlib
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Awaitable, Iterable, Optional
 
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RolloutConfig
@@ -63,8 +64,8 @@ class Collector:
         self.tokenizers = tokenizers
         self.config = config
         self.seed = seed
+        self.live = 0  # branches of trajectories that run or wait; counted for deterministic mode
         self._lockstep = any(client.lockstep for client in clients.values())
-        self._live = 0
 
     async def collect(
         self, questions: list[Question], samples: int, sampling: Sampling, rewards_turns: bool = False,
@@ -93,7 +94,7 @@ class Collector:
         return trajectories
 
     async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling, rewards_turns: bool) -> None:
-        self._live = len(trajectories)
+        self.live = len(trajectories)
         await together(self._run(trajectory, sampling, rewards_turns) for trajectory in trajectories)
 
     async def _run(self, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool) -> None:
@@ -108,12 +109,12 @@ class Collector:
         except TrajectoryFailure as failure:
             trajectory.failure, trajectory.failure_detail = failure.cause, failure.detail
         finally:
-            self._live -= 1
+            self.live -= 1
             self.next_round()
 
     def next_round(self) -> None:
-        """In deterministic mode, start a round if every live trajectory waits for an engine."""
-        if self._lockstep and self._live and sum(client.waiting for client in self.clients.values()) == self._live:
+        """In deterministic mode, start a round if every live trajectory, or branch of one, waits for an engine."""
+        if self._lockstep and self.live and sum(client.waiting for client in self.clients.values()) == self.live:
             for client in self.clients.values():
                 client.flush()
 
@@ -126,6 +127,7 @@ class _TrajectoryContext:
         self._trajectory = trajectory
         self._sampling = sampling
         self.rewards_turns = rewards_turns
+        self._calls = 0
         self._grades: dict[Optional[str], float] = {}
 
     async def call(self, agent: str, **variables: Any) -> Turn:
@@ -135,7 +137,7 @@ class _TrajectoryContext:
         tokenizer = self._collector.tokenizers[policy]
         messages, prompt_ids = self._prompt(agent, variables)
         limit = role.config.max_response_tokens or self._collector.config.max_response_tokens
-        index = len(self._trajectory.turns)
+        index, self._calls = self._calls, self._calls + 1
         seed = call_seed(
             self._collector.seed, self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample, index,
         )
@@ -155,8 +157,30 @@ class _TrajectoryContext:
         )
         if len(role.config.choices) == 2 and turn.content is not None:
             turn.verdict = 1 - role.config.choices.index(turn.content)
-        self._trajectory.turns.append(turn)
+        bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
+
+    async def together(self, calls: Iterable[Awaitable[Turn]]) -> list[Turn]:
+        """Run calls side by side; until the last has ended each is live for itself, as this trajectory was before."""
+        calls = list(calls)
+        left = len(calls)
+        self._collector.live += max(left - 1, 0)
+
+        async def branch(call: Awaitable[Turn]) -> Turn:
+            nonlocal left
+            try:
+                return await call
+            finally:
+                left -= 1
+                if left:
+                    self._collector.live -= 1
+                    self._collector.next_round()
+
+        results = await asyncio.gather(*map(branch, calls), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def retrieve(self, query: str) -> list[str]:
         return await self._collector.environment.retrieve(query)

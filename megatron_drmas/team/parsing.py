@@ -4,6 +4,7 @@ Models write what they like, so a parser accepts one well-formed output and noth
 thing that looks like an answer.
 """
 
+import json
 import re
 from typing import Callable, Optional
 
@@ -40,6 +41,19 @@ def parse_tag(text: str, agent: AgentConfig) -> Optional[str]:
     if agent.choices:
         return next((choice for choice in agent.choices if choice.lower() == content.lower()), None)
     return content or None
+
+
+@register_parser("tags")
+def parse_tags(text: str, agent: AgentConfig) -> Optional[str]:
+    """The contents of all `<tag>…</tag>` pairs as a JSON list; None without a pair, or if one is unclosed, nested or empty."""
+    opening, closing = f"<{agent.tag}>", f"</{agent.tag}>"
+    contents = []
+    for part in text.split(opening)[1:]:
+        content, closed, rest = part.partition(closing)
+        if not closed or closing in rest or not content.strip():
+            return None
+        contents.append(content.strip())
+    return json.dumps(contents) if contents and text.count(closing) == len(contents) else None
 
 
 @register_parser("boxed")

@@ -1,6 +1,6 @@
 """The interface between a workflow and whatever runs it, and the registry of workflows."""
 
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Awaitable, Callable, Iterable, Optional, Protocol
 
 from megatron_drmas.config.schema import WorkflowConfig
 from megatron_drmas.data.questions import Question
@@ -27,6 +27,13 @@ class Context(Protocol):
             TrajectoryFailure: the engine failed, or the prompt cannot be made to fit.
         """
 
+    async def together(self, calls: Iterable[Awaitable[Turn]]) -> list[Turn]:
+        """Let several calls run at the same time; they count in the order in which they are given.
+
+        Raises:
+            TrajectoryFailure: the first of them that failed, when all have ended.
+        """
+
     async def retrieve(self, query: str) -> list[str]:
         """Passages for a query, in the order in which a prompt shows them.
 
@@ -51,10 +58,12 @@ class Workflow:
     Class attributes:
         agents: the roles that the workflow calls; the team must define each.
         needs_retrieval: whether it calls `Context.retrieve`.
+        parsers: the parser of an agent whose content the workflow takes apart.
     """
 
     agents: tuple[str, ...] = ()
     needs_retrieval: bool = False
+    parsers: dict[str, str] = {}
 
     def __init__(self, config: WorkflowConfig):
         self.config = config

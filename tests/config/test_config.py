@@ -46,6 +46,20 @@ def test_every_recipe_composes_validates_and_prints(recipe):
     assert f"name: {config.name}" in to_yaml(config)
 
 
+@pytest.mark.parametrize("recipe", ["math", "math_4xh100"])
+@pytest.mark.parametrize("team", ["math_eval_opt", "math_voting", "math_orch_workers"])
+def test_the_math_recipes_take_other_teams(recipe, team):
+    config = compose_config(recipe, [f"team={team}"])
+    validate(config, files=False)
+    assert {agent.policy for agent in config.team.agents.values()} == set(config.policies)
+
+
+def test_a_workflow_names_the_parser_that_it_needs():
+    config = compose_config("math", ["team=math_orch_workers", "team.agents.orchestrator.parser=text"])
+    with pytest.raises(ConfigError, match="team.agents.orchestrator.parser = 'text'.*use tags"):
+        validate(config, files=False)
+
+
 @pytest.mark.parametrize("override, key, value", [
     ("nosuch=1", "nosuch", "1"),
     ("+nosuch=1", "nosuch", "1"),

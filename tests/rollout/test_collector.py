@@ -98,7 +98,7 @@ def script(query="q", answer="x"):
     return verifier, rest
 
 
-def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewards_turns=False):
+def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewards_turns=False, team=TEAM):
     async def run():
         built = {name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)] for name, group in engines.items()}
         clients = {name: PolicyClient(name, group, timeout_s, lockstep) for name, group in built.items()}
@@ -106,7 +106,7 @@ def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewa
             client.POLL_S = 0.05
             await client.__aenter__()
         collector = Collector(
-            TEAM, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
+            team, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
             config or RolloutConfig(), seed=5,
         )
         try:
@@ -157,6 +157,58 @@ def test_lockstep_gives_the_engines_the_same_batches_whatever_the_timing(replica
 
     scripts = (("v", verifier), ("s", rest))
     assert batches(0.001) == batches(0.008)
+
+
+PLANNERS = Team.from_config(TeamConfig(WorkflowConfig(name="orch_workers"), {
+    "orchestrator": AgentConfig(policy="v", prompt="plan {{ question }}", parser="tags", tag="strategy"),
+    "worker": AgentConfig(policy="s", prompt="{{ strategy }} {{ question }}", parser="text"),
+    "synthesiser": AgentConfig(policy="v", prompt="{{ solutions | join }}", tag="answer"),
+}))
+
+
+def plan(request):
+    """One to three strategies, whichever the seed says; then the answer."""
+    if chr(request.prompt_ids[0]) == "p":
+        return reply("".join(f"<strategy>{number}</strategy>" for number in range(1 + request.seed % 3)))(request)
+    return reply("<answer>x</answer>")(request)
+
+
+def test_calls_side_by_side_keep_their_order_whatever_the_timing():
+    def turns(lockstep, delay_s):
+        engines = {"v": [Engine(plan, seed=int(delay_s * 1e4))], "s": [Engine(reply("s"), seed=1, delay_s=delay_s)]}
+        trajectories, built = collect(engines, samples=4, lockstep=lockstep, team=PLANNERS)
+        assert all(trajectory.reward == 1.0 for trajectory in trajectories)
+        return [[(turn.index, turn.agent, "".join(map(chr, turn.prompt_ids))) for turn in trajectory.turns] for trajectory in trajectories], built
+
+    free, built = turns(False, 0.008)
+    assert {len(of) for of in free} == {3, 4, 5} and all([index for index, *_ in of] == list(range(len(of))) for of in free)
+    seeds = [request.seed for group in built.values() for share in group[0].submits for request in share]
+    assert len(set(seeds)) == len(seeds) == sum(map(len, free))
+    assert turns(True, 0.001)[0] == turns(True, 0.008)[0] == free
+
+
+def test_lockstep_waits_for_every_branch():
+    """A round has the calls of all trajectories and of all their branches: plans, then all workers, then all answers."""
+    def batches(delay_s):
+        engines = {"v": [Engine(plan, delay_s=delay_s)], "s": [Engine(reply("s"), seed=int(delay_s * 1e4), delay_s=delay_s)]}
+        trajectories, _ = collect(engines, samples=4, lockstep=True, team=PLANNERS)
+        workers = sum(turn.agent == "worker" for trajectory in trajectories for turn in trajectory.turns)
+        assert [len(share) for share in engines["v"][0].submits] == [16, 16] and [len(share) for share in engines["s"][0].submits] == [workers]
+        return [[request.seed for request in share] for group in engines.values() for share in group[0].submits]
+
+    assert batches(0.001) == batches(0.008)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_branch_that_fails_costs_its_trajectory_when_the_others_have_ended(lockstep):
+    def worker(request):
+        return Sample(request.key, [], [], "error", 0, "nan") if chr(request.prompt_ids[0]) == "1" else reply("s")(request)
+
+    trajectories, _ = collect({"v": [plan], "s": [worker]}, samples=4, lockstep=lockstep, team=PLANNERS)
+    for trajectory in trajectories:
+        planned = trajectory.turns[0].text.count("<strategy>")
+        assert (trajectory.failure == "engine") == (planned > 1)
+        assert len(trajectory.turns) == (planned if planned > 1 else 3)
 
 
 def test_replicas_share_the_load():

@@ -1,11 +1,13 @@
 """A parser accepts exactly one well-formed output."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import AgentConfig
-from megatron_drmas.team.parsing import last_boxed, parse_boxed, parse_tag, parse_text
+from megatron_drmas.team.parsing import last_boxed, parse_boxed, parse_tag, parse_tags, parse_text
 
 ANSWER = AgentConfig(policy="p", prompt="", tag="answer")
 VERDICT = AgentConfig(policy="p", prompt="", tag="verify", choices=["yes", "no"])
@@ -48,3 +50,18 @@ def test_boxed(text, content):
 
 def test_text_is_anything_that_is_not_blank():
     assert parse_text(" a ", ANSWER) == "a" and parse_text(" \n", ANSWER) is None
+
+
+@pytest.mark.parametrize("text, contents", [
+    ("plan: <answer>a</answer> and\n<answer> b\nc </answer>", ["a", "b\nc"]), ("<answer>a</answer>", ["a"]),
+    ("none", None), ("<answer>a", None), ("a</answer>", None), ("<answer></answer>", None), ("<answer>a</answer></answer>", None),
+    ("<answer>a<answer>b</answer></answer>", None), ("</answer><answer>a</answer>", None), ("<answer>a</answer> <answer>b", None),
+])
+def test_tags(text, contents):
+    content = parse_tags(text, ANSWER)
+    assert content == (None if contents is None else json.dumps(contents))
+
+
+@given(st.lists(st.text("ab <>/", min_size=1).filter(str.strip), min_size=1, max_size=4))
+def test_any_list_of_contents_survives_its_tags(contents):
+    assert json.loads(parse_tags("x".join(f"<answer>{content}</answer>" for content in contents), ANSWER)) == [c.strip() for c in contents]

@@ -1,6 +1,7 @@
 """Who speaks when, with scripted agents."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -27,6 +28,9 @@ class Script:
         content = self.lines[agent].pop(0)
         self.turns.append(Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content))
         return self.turns[-1]
+
+    async def together(self, calls):
+        return [await call for call in calls]
 
     async def retrieve(self, query):
         self.queries.append(query)
@@ -96,6 +100,32 @@ def test_math_takes_the_last_solution_when_loops_run_out():
     assert outcome.answer == "s2" and not outcome.info["approved"] and len(script.histories[-1]) == 1
 
 
+def test_eval_opt_answers_the_last_critique():
+    script, outcome = run("eval_opt", {"generator": ["s1", "s2", "s3"], "evaluator": ["incorrect", None]}, max_turns=2)
+    assert script.calls == ["generator", "evaluator"] * 2 + ["generator"]
+    assert outcome.answer == "s3" and not outcome.info["accepted"] and [len(h) for h in script.histories] == [0, 0, 1, 1, 2]
+    script, outcome = run("eval_opt", {"generator": ["s1"], "evaluator": ["correct"]}, max_turns=3)
+    assert script.calls == ["generator", "evaluator"] and outcome.answer == "s1" and outcome.info["accepted"]
+
+
+@pytest.mark.parametrize("pick, answer", [("2", "x"), ("1", "y"), ("3", None), ("4", None), ("0", None), ("-1", None), (None, None)])
+def test_voting_takes_the_picked_candidate_and_no_other(pick, answer):
+    """The third candidate is malformed; there is no fourth."""
+    script, outcome = run("voting", {"voter": ["y", "x", None], "aggregator": [pick]})
+    assert script.calls == ["voter"] * 3 + ["aggregator"] and outcome.answer == answer
+
+
+@pytest.mark.parametrize("strategies, workers", [(["a"], 1), (["a", "b", "c"], 3), (["a", "b", "c", "d"], 3)])
+def test_a_worker_solves_by_each_strategy(strategies, workers):
+    script, outcome = run("orch_workers", {"orchestrator": [json.dumps(strategies)], "worker": ["w"] * workers, "synthesiser": ["x"]})
+    assert script.calls == ["orchestrator"] + ["worker"] * workers + ["synthesiser"] and outcome.answer == "x"
+
+
+def test_a_plan_without_strategies_gives_no_answer():
+    script, outcome = run("orch_workers", {"orchestrator": [None]})
+    assert script.calls == ["orchestrator"] and outcome.answer is None
+
+
 def test_single_is_one_call():
     script, outcome = run("single", {"solver": ["s"]})
     assert script.calls == ["solver"] and outcome.answer == "s"
@@ -110,6 +140,12 @@ def test_single_is_one_call():
     ("search", {"verifier": ["no", "no", "yes"], "search": ["x", None], "answer": ["z"]}, [1, 1, 0, 0, 1, 0]),
     ("search", {"verifier": ["yes"], "search": [], "answer": [None]}, [0, 0]),
     ("single", {"solver": ["x"]}, [1]),
+    ("eval_opt", {"generator": ["z", "x"], "evaluator": ["incorrect", "correct"]}, [0, 1, 1, 1]),
+    ("eval_opt", {"generator": ["x", "z"], "evaluator": ["incorrect", "correct"]}, [1, 0, 0, 0]),
+    ("voting", {"voter": ["z", "x", None], "aggregator": ["2"]}, [0, 1, 0, 1]),
+    ("voting", {"voter": ["z", "x", None], "aggregator": ["1"]}, [0, 1, 0, -1]),
+    ("voting", {"voter": ["z", "z", None], "aggregator": ["1"]}, [0, 0, 0, 0]),
+    ("orch_workers", {"orchestrator": ['["a", "b"]'], "worker": ["x", "z"], "synthesiser": ["x"]}, [0.5, 1, 0, 1]),
 ])
 def test_what_a_call_earns_by_itself(name, lines, earned):
     """In the order of the calls; "x" is the answer.  None of it is looked at unless asked for."""

@@ -1,14 +1,16 @@
 """Rate and memory of checkpoint conversion, both ways, against `cp` of the same bytes in the same run.
 
-    python tools/bench/convert.py --work DIR [--shape qwen2.5-7b]
+    python tools/bench/convert.py --work DIR [--shape qwen2.5-7b] [--repeats 2]
 
-DIR needs room for four copies of the checkpoint (qwen2.5-7b: 15.2 GB each).  The last line is JSON: `ratio` is the lower of
+Both are run by turns, each time after all that was written before has reached the disk, and the best of each counts.  DIR
+needs room for three copies of the checkpoint (qwen2.5-7b: 15.2 GB each).  The last line is JSON: `ratio` is the lower of
 the two directions' rates over cp's (target: 0.5), `peak_anonymous_gib` the converter's (target: below 4), and `identical`
 says whether every tensor came back bit for bit.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ TARGET_RATIO, TARGET_GIB = 0.5, 4.0
 def copy_rate(source: Path, target: Path) -> float:
     """GB/s of `cp -r`; the copy is removed."""
     size = folder_bytes(source)
+    os.sync()
     start = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     seconds = time.perf_counter() - start
@@ -36,6 +39,7 @@ def copy_rate(source: Path, target: Path) -> float:
 
 def convert_rate(source: Path, command: list[str]) -> tuple[float, float]:
     """GB/s of a `python -m checkpoints_conv` command, and the peak of its anonymous resident memory in GiB."""
+    os.sync()
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "checkpoints_conv", *command])
     peak = [0]
@@ -74,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints; they are removed at the end")
+    parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     hf, megatron, back, copy = (args.work / name for name in ("hf", "megatron", "back", "copy"))
@@ -84,15 +89,20 @@ def main() -> None:
     size = folder_bytes(hf)
 
     ratios, peaks = [], []
-    for source, command in (
-        (hf, ["to-megatron", "--hf", str(hf), "--out", str(megatron)]),
-        (megatron, ["to-hf", "--megatron", str(megatron), "--out", str(back)]),
+    for source, target, command in (
+        (hf, megatron, ["to-megatron", "--hf", str(hf), "--out", str(megatron)]),
+        (megatron, back, ["to-hf", "--megatron", str(megatron), "--out", str(back)]),
     ):
-        cp = copy_rate(source, copy)
-        rate, peak = convert_rate(source, command)
-        ratios.append(rate / cp)
-        peaks.append(peak)
-        print(f"{command[0]}: {rate:.3f} GB/s, cp {cp:.3f} GB/s, ratio {rate / cp:.2f}, {peak:.2f} GiB anonymous")
+        copied, converted = [], []
+        for _ in range(args.repeats):
+            shutil.rmtree(target, ignore_errors=True)
+            copied.append(copy_rate(source, copy))
+            rate, peak = convert_rate(source, command)
+            converted.append(rate)
+            peaks.append(peak)
+            print(f"{command[0]}: {rate:.3f} GB/s, cp {copied[-1]:.3f} GB/s, {peak:.2f} GiB anonymous", flush=True)
+        ratios.append(max(converted) / max(copied))
+        print(f"{command[0]}: best {max(converted):.3f} GB/s, cp {max(copied):.3f} GB/s, ratio {ratios[-1]:.2f}")
     identical = same_tensors(hf, back)
     for folder in (hf, megatron, back):
         shutil.rmtree(folder)

@@ -1,0 +1,36 @@
+"""Evaluator-Optimizer: one agent solves, another says what is wrong, until it finds nothing or has spoken often enough."""
+
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Outcome
+from megatron_drmas.team.workflow import Context, Workflow, register_workflow
+from megatron_drmas.workflows.math import Review
+
+
+@register_workflow("eval_opt")
+class EvalOptWorkflow(Workflow):
+    """The Generator solves; the Evaluator says "correct", or "incorrect" with a critique, at most `max_turns` times.
+
+    Template variables of both: `question` (str), `history` (list of `Review`, oldest first, at most
+    `team.workflow.history`); the Evaluator also sees `solution` (str).
+
+    Unlike in `math`, the last critique is answered by a last solution, which is not evaluated.  A malformed verdict counts
+    as "incorrect".  By itself a solution earns its grade, and a verdict 1 if the solution's grade bears it out.
+    """
+
+    agents = ("generator", "evaluator")
+
+    async def run(self, context: Context, question: Question) -> Outcome:
+        history: list[Review] = []
+        while True:
+            shown = {"question": question.text, "history": history[-self.config.history:] if self.config.history else []}
+            proposal = await context.call("generator", **shown)
+            if context.rewards_turns:
+                proposal.reward = await context.grade(proposal.content)
+            if len(history) == self.config.max_turns:
+                return Outcome(proposal.content, {"evaluations": len(history), "accepted": False})
+            verdict = await context.call("evaluator", solution=proposal.text.strip(), **shown)
+            if context.rewards_turns:
+                verdict.reward = float(verdict.content == ("correct" if proposal.reward > 0 else "incorrect"))
+            if verdict.content == "correct":
+                return Outcome(proposal.content, {"evaluations": len(history) + 1, "accepted": True})
+            history.append(Review(proposal.text.strip(), verdict.text.strip()))

@@ -1,0 +1,38 @@
+"""Orchestrator-Workers: one agent plans, Workers follow its strategies at the same time, one agent answers."""
+
+import json
+
+from megatron_drmas.data.questions import Question
+from megatron_drmas.team.trajectory import Outcome
+from megatron_drmas.team.workflow import Context, Workflow, register_workflow
+
+
+@register_workflow("orch_workers")
+class OrchWorkersWorkflow(Workflow):
+    """The Orchestrator proposes strategies, a Worker solves by each of the first `width`, the Synthesiser answers.
+
+    Template variables of all: `question` (str); a Worker's `strategy` (str); the Synthesiser's `solutions` (list of str, the
+    Workers' outputs in the strategies' order).
+
+    A plan without a well-formed strategy gives no answer.  By itself a Worker's solution earns its grade, as does the
+    Synthesiser's, and a plan the mean of its Workers' grades.
+    """
+
+    agents = ("orchestrator", "worker", "synthesiser")
+    parsers = {"orchestrator": "tags"}
+
+    async def run(self, context: Context, question: Question) -> Outcome:
+        plan = await context.call("orchestrator", question=question.text, width=self.config.width)
+        strategies = json.loads(plan.content)[: self.config.width] if plan.content is not None else []
+        if not strategies:
+            return Outcome(None, {"strategies": 0})
+        solutions = await context.together(
+            context.call("worker", question=question.text, strategy=strategy) for strategy in strategies
+        )
+        answer = await context.call("synthesiser", question=question.text, solutions=[solution.text.strip() for solution in solutions])
+        if context.rewards_turns:
+            for solution in solutions:
+                solution.reward = await context.grade(solution.content)
+            plan.reward = sum(solution.reward for solution in solutions) / len(solutions)
+            answer.reward = await context.grade(answer.content)
+        return Outcome(answer.content, {"strategies": len(strategies)})
