@@ -26,7 +26,7 @@ from megatron_drmas.data.questions import load_questions
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
-from megatron_drmas.team.prompts import compile_prompt
+from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
 
 CHOICES = {
@@ -231,8 +231,12 @@ def _check_team(config: RunConfig) -> None:
             _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:
             compile_prompt(agent.prompt)
+            unknown = prompt_variables(agent.prompt) - set(workflow.agents[name])
         except TemplateError as error:
             raise ConfigError(f"{key}.prompt", None, f"is not a Jinja template: {error}", "correct it") from error
+        if unknown:
+            given = ", ".join(workflow.agents[name])
+            raise ConfigError(f"{key}.prompt", None, f"uses {', '.join(sorted(unknown))}, which nothing sets", f"the workflow gives it: {given}")
     for name in config.policies:
         if all(agent.policy != name for agent in agents.values()):
             raise ConfigError(f"policies.{name}", None, "speaks for no agent", "map an agent to it or remove it")

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from jinja2 import StrictUndefined, Template
+from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -18,12 +18,21 @@ def compile_prompt(template: str) -> Template:
     return _ENVIRONMENT.from_string(template)
 
 
+def prompt_variables(template: str) -> set[str]:
+    """The variables that a template reads.
+
+    Raises:
+        jinja2.TemplateSyntaxError: not a Jinja template.
+    """
+    return meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
+
+
 def render_prompt(template: str, **variables) -> str:
     """The prompt's text.
 
     Args:
         template: Jinja source; a tag on a line of its own leaves no line behind.
-        variables: what the workflow's docstring lists.
+        variables: those that the workflow gives the agent.
 
     Raises:
         jinja2.UndefinedError: the template uses a variable that was not given.

@@ -56,12 +56,13 @@ class Workflow:
     """Who speaks when.  One instance serves all trajectories, so it keeps no state of its own.
 
     Class attributes:
-        agents: the roles that the workflow calls; the team must define each.
+        agents: the roles that the workflow calls, and the variables that it gives the template of each; the team must
+            define every one.
         needs_retrieval: whether it calls `Context.retrieve`.
         parsers: the parser of an agent whose content the workflow takes apart.
     """
 
-    agents: tuple[str, ...] = ()
+    agents: dict[str, tuple[str, ...]] = {}
     needs_retrieval: bool = False
     parsers: dict[str, str] = {}
 

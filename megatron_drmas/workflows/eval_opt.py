@@ -17,7 +17,7 @@ class EvalOptWorkflow(Workflow):
     as "incorrect".  By itself a solution earns its grade, and a verdict 1 if the solution's grade bears it out.
     """
 
-    agents = ("generator", "evaluator")
+    agents = {"generator": ("question", "history"), "evaluator": ("question", "history", "solution")}
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[Review] = []

@@ -28,7 +28,7 @@ class MathWorkflow(Workflow):
     By itself a solution earns its grade, and a verdict 1 if the solution's grade bears it out.
     """
 
-    agents = ("solver", "verifier")
+    agents = {"solver": ("question", "history"), "verifier": ("question", "history", "solution")}
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[Review] = []

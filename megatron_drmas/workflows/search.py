@@ -33,7 +33,7 @@ class SearchWorkflow(Workflow):
     the history does, and an answer its grade.
     """
 
-    agents = ("verifier", "search", "answer")
+    agents = dict.fromkeys(("verifier", "search", "answer"), ("question", "history", "turn", "max_turns"))
     needs_retrieval = True
 
     async def run(self, context: Context, question: Question) -> Outcome:
@@ -74,7 +74,7 @@ class SearchFollowUpWorkflow(SearchWorkflow):
     by design, for comparing normalisations.
     """
 
-    agents = ("verifier", "search", "follow_up", "answer")
+    agents = SearchWorkflow.agents | {"follow_up": SearchWorkflow.agents["search"]}
 
     def searcher(self, history: list[SearchStep]) -> str:
         return "follow_up" if history else "search"

@@ -9,7 +9,7 @@ from megatron_drmas.team.workflow import Context, Workflow, register_workflow
 class SingleWorkflow(Workflow):
     """The agent `solver` answers at once.  Template variables: `question` (str).  By itself a solution earns its grade."""
 
-    agents = ("solver",)
+    agents = {"solver": ("question",)}
 
     async def run(self, context: Context, question: Question) -> Outcome:
         solution = await context.call("solver", question=question.text)

@@ -19,7 +19,7 @@ class VotingWorkflow(Workflow):
     compares each slot with itself.
     """
 
-    agents = ("voter", "aggregator")
+    agents = {"voter": ("question",), "aggregator": ("question", "candidates")}
 
     async def run(self, context: Context, question: Question) -> Outcome:
         votes = await context.together(context.call("voter", question=question.text) for _ in range(self.config.width))

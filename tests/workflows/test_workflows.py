@@ -17,12 +17,13 @@ QUESTION = Question("0", "who?", ("x",))
 class Script:
     """A context whose agents say what a script tells them; None is a malformed output."""
 
-    def __init__(self, lines, rewards_turns):
-        self.rewards_turns, self.turns = rewards_turns, []
+    def __init__(self, lines, rewards_turns, declared):
+        self.rewards_turns, self.turns, self.declared = rewards_turns, [], declared
         self.lines = {agent: list(contents) for agent, contents in lines.items()}
         self.calls, self.queries, self.histories = [], [], []
 
     async def call(self, agent, **variables):
+        assert set(variables) == set(self.declared[agent]), "templates are checked against what the workflow declares"
         self.calls.append(agent)
         self.histories.append(list(variables.get("history", [])))
         content = self.lines[agent].pop(0)
@@ -44,7 +45,7 @@ class Script:
 
 
 def run(name, lines, rewards_turns=False, **config):
-    script = Script(lines, rewards_turns)
+    script = Script(lines, rewards_turns, WORKFLOWS[name].agents)
     outcome = asyncio.run(WORKFLOWS[name](WorkflowConfig(name=name, **config)).run(script, QUESTION))
     return script, outcome
 
