@@ -68,14 +68,10 @@ class DistWriter:
         # torch.load never looks at checksums, and they take as long as the copy.  The setting is the thread's own.
         torch.serialization.set_crc32_options(False)
         chunks, record = self.units[number], self._record(number)
-        if record.is_file():
-            stored = [
-                Stored(key, None if offsets is None else tuple(offsets), *rest)
-                for key, offsets, *rest in json.loads(record.read_text(encoding="utf-8"))
-            ]
-            if self._is_whole(number, stored):
-                self.written(sum(chunk.bytes for chunk in chunks))
-                return stored
+        stored = _read_record(record) if record.is_file() else []
+        if self._is_whole(number, stored):
+            self.written(sum(chunk.bytes for chunk in chunks))
+            return stored
         stored = self._write_chunks(number, chunks)
         beside = record.with_suffix(".part")
         beside.write_text(json.dumps([astuple(at) for at in stored]), encoding="utf-8")
@@ -123,6 +119,15 @@ class DistWriter:
         else:
             tensor = _own_storage(self.get_hf(piece.hf_name).narrow(0, piece.first, piece.rows))
         return tensor.to(chunk.dtype).view(chunk.sizes)
+
+
+def _read_record(record: Path) -> list[Stored]:
+    """What a finished unit's file holds; nothing if the record is damaged: the unit is written again."""
+    try:
+        entries = json.loads(record.read_text(encoding="utf-8"))
+        return [Stored(key, None if offsets is None else tuple(offsets), *rest) for key, offsets, *rest in entries]
+    except (ValueError, TypeError):
+        return []
 
 
 def _own_storage(tensor: Tensor) -> Tensor:

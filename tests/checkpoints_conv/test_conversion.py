@@ -171,6 +171,19 @@ def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units
     assert same(folder, tmp_path / "back")
 
 
+@pytest.mark.parametrize("record", [b"", b"\x80\x04.", b"{}", b"[1]", b"[[1, 2]]", b"[]"])
+def test_a_damaged_record_costs_its_unit(folder, tmp_path, small_units, monkeypatch, record):
+    out = tmp_path / "megatron"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 3)
+        with pytest.raises(Interrupt):
+            to_megatron(folder, out)
+    (tmp_path / "megatron.incomplete" / "__0.written").write_bytes(record)
+    to_megatron(folder, out)
+    to_hf(out, tmp_path / "back")
+    assert same(folder, tmp_path / "back")
+
+
 def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 1)
