@@ -11,6 +11,7 @@ Writes DIR/ablation.md, DIR/ablation.png and DIR/ablation.json.  Interrupted, th
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -119,7 +120,7 @@ def train(
                 time.sleep(1)
                 bars.update(task, completed=done + steps_done(folder))
         except BaseException:
-            process.terminate()
+            process.terminate()  # it finishes its step and saves; `with` waits for that
             raise
     if process.returncode:
         sys.exit(f"reproduce_ablation: run {name} ended with exit code {process.returncode}; see {log}")
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--frozen-batches", type=int, default=4, help="rollouts that the frozen comparison averages over")
     parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="further settings of the training runs")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("reproduce_ablation: stopped; the same command goes on from here"))
     args.out, args.tiny_team = args.out.resolve(), args.tiny_team.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.tiny_team / "corpus.jsonl").exists():
