@@ -15,11 +15,11 @@ UNIT_BYTES = 2**30  # what an interruption can cost
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one HF tensor, or a whole Megatron parameter whose HF tensors must be merged first."""
+    """Rows of one HF tensor."""
 
     name: str  # Megatron's
-    hf_name: Optional[str]  # None: all of them, merged
-    first: int  # row of the HF tensor
+    hf_name: str
+    first: int
     rows: int
 
 
@@ -76,13 +76,11 @@ def plan_units(mapping: ModelMapping, dtypes: Mapping[str, torch.dtype]) -> list
 
 def _pieces(name: str, mapping: ModelMapping, dtype: torch.dtype) -> Iterator[Piece]:
     entry, spec = mapping.entry(name), mapping.spec
-    if not entry.rule.stacked:
-        yield Piece(name, None, 0, entry.rule.megatron_shape(spec)[0])
-        return
-    for hf_name, shape in zip(entry.hf, entry.rule.shapes(spec), strict=True):
-        rows = max(1, CHUNK_BYTES // (torch.Size(shape[1:]).numel() * dtype.itemsize))
-        for first in range(0, shape[0], rows):
-            yield Piece(name, hf_name, first, min(rows, shape[0] - first))
+    row_bytes = torch.Size(entry.rule.megatron_shape(spec)[1:]).numel() * dtype.itemsize
+    most = max(1, CHUNK_BYTES // row_bytes)
+    for number, start, rows in entry.rule.bands(spec):
+        for first in range(start, start + rows, most):
+            yield Piece(name, entry.hf[number], first, min(most, start + rows - first))
 
 
 def _chunks(piece: Piece, start: int, mapping: ModelMapping, dtype: torch.dtype, counts: Counter) -> Iterator[Chunk]:

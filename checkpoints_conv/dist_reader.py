@@ -87,23 +87,20 @@ class DistReader:
         Raises:
             ConversionError: a file that is damaged, or that does not hold all of the parameter.
         """
-        entry, spec = self.mapping.entry(name), self.mapping.spec
-        if not entry.rule.stacked:
-            whole = torch.cat(self._rows(name, 0, entry.rule.megatron_shape(spec)[0]))
-            yield from ((hf_name, [tensor]) for hf_name, tensor in self.mapping.to_hf(name, [whole]))
-            return
-        start = 0
-        for hf_name, shape in zip(entry.hf, entry.rule.shapes(spec), strict=True):
-            yield hf_name, self._rows(name, start, shape[0])
-            start += shape[0]
+        entry = self.mapping.entry(name)
+        bands = entry.rule.bands(self.mapping.spec)
+        blocks: list[list[Tensor]] = [[] for _ in entry.hf]
+        for (number, _, _), cut in zip(bands, _cut(self._rows(name), [rows for _, _, rows in bands]), strict=True):
+            blocks[number] += cut
+        yield from zip(entry.hf, blocks, strict=True)
 
-    def _rows(self, name: str, start: int, count: int) -> list[Tensor]:
-        """Rows [start, start + count) of a whole parameter, as blocks one below the other."""
+    def _rows(self, name: str) -> list[Tensor]:
+        """A whole parameter, without vocabulary padding, as blocks of rows one below the other."""
         place, stored = self.places[name], self._stored(name)
         shape = self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)
         leading = len(place.index)
-        offsets = torch.Size((*place.index, start, *[0] * (len(shape) - 1)))
-        sizes = torch.Size((*[1] * leading, count, *shape[1:]))
+        offsets = torch.Size((*place.index, *[0] * len(shape)))
+        sizes = torch.Size((*[1] * leading, *shape))
         items = create_read_items_for_chunk_list(place.key, stored, [ChunkStorageMetadata(offsets, sizes)])
         held = sum(item.lengths.numel() for item in items)
         if held != sizes.numel():
@@ -114,7 +111,7 @@ class DistReader:
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         for item in items:
             _box(target, item.dest_offsets, item.lengths).copy_(self._part(item))
-        return [target.view(count, *shape[1:])]
+        return [target.view(shape)]
 
     def _part(self, item: ReadItem) -> Tensor:
         return _box(self._chunk(item), item.storage_offsets, item.lengths)
@@ -171,6 +168,21 @@ class DistReader:
                 raise ConversionError(f"{path} does not exist: the checkpoint is incomplete")
             if path.stat().st_size < size:
                 raise ConversionError(f"{path} is truncated: it has {path.stat().st_size} bytes, its tensors reach to {size}")
+
+
+def _cut(blocks: list[Tensor], sizes: list[int]) -> Iterator[list[Tensor]]:
+    """The same rows, in lists of `sizes` rows."""
+    blocks = blocks[::-1]
+    for size in sizes:
+        part = []
+        while size:
+            block = blocks.pop()
+            if len(block) > size:
+                blocks.append(block[size:])
+                block = block[:size]
+            part.append(block)
+            size -= len(block)
+        yield part
 
 
 def _box(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:

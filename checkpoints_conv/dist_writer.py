@@ -114,10 +114,7 @@ class DistWriter:
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         piece = chunk.piece
-        if piece.hf_name is None:
-            tensor = self.mapping.to_megatron(piece.name, self.get_hf, padded_vocab=self.mapping.spec.vocab)
-        else:
-            tensor = _own_storage(self.get_hf(piece.hf_name).narrow(0, piece.first, piece.rows))
+        tensor = _own_storage(self.get_hf(piece.hf_name).narrow(0, piece.first, piece.rows))
         return tensor.to(chunk.dtype).view(chunk.sizes)
 
 

@@ -28,7 +28,6 @@ class Rule:
 
     tp_dim: ClassVar[Optional[int]] = None  # dimension that tensor parallelism cuts
     vocab: ClassVar[bool] = False  # dimension 0 is the padded vocabulary
-    stacked: ClassVar[bool] = True  # the whole Megatron parameter is the HF tensors one above the other
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shapes of the HF tensors, in the order of `hf`."""
@@ -38,6 +37,13 @@ class Rule:
         """Shape of the whole Megatron parameter (unpadded, TP 1)."""
         shapes = self.shapes(spec)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def bands(self, spec: ModelSpec) -> list[tuple[int, int, int]]:
+        """The whole Megatron parameter as rows of HF tensors, one band below the other: (HF tensor, first row, rows).
+
+        The bands of one HF tensor are in the order of its rows.
+        """
+        return [(number, 0, shape[0]) for number, shape in enumerate(self.shapes(spec))]
 
     def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
         """HF tensors, or their r-th pieces, to the Megatron parameter or its r-th shard."""
@@ -81,7 +87,9 @@ class QKV(Column):
     Each group holds heads / kv_groups query heads, then its key head, then its value head.
     """
 
-    stacked: ClassVar[bool] = False
+    def bands(self, spec: ModelSpec) -> list[tuple[int, int, int]]:
+        rows = (spec.q_size // spec.kv_groups, spec.head_dim, spec.head_dim)
+        return [(number, group * of, of) for group in range(spec.kv_groups) for number, of in enumerate(rows)]
 
     def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
         groups = parts[1].shape[0] // spec.head_dim

@@ -1,5 +1,6 @@
 """The mapping's laws, over random sizes and layouts, against definitions written out element by element."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -193,3 +194,17 @@ def test_unknown_parameter_and_wrong_shape_are_named():
         mapping.to_hf("output_layer.bias", [torch.zeros(3)])
     with pytest.raises(ConversionError, match=r"model\.norm\.weight is \[9\], the config asks for \[8\]"):
         mapping.to_hf("decoder.final_layernorm.weight", [torch.zeros(9)])
+
+
+@pytest.mark.parametrize(("family", "tied"), VARIANTS)
+def test_bands_are_the_merged_parameter(family, tied):
+    """Row by row, so that a file's bytes can go into the other's as they are; every HF row once and in order."""
+    spec = tiny_spec(family, tied)
+    for entry in ModelMapping(spec).entries.values():
+        shapes = entry.rule.shapes(spec)
+        numbered = torch.arange(sum(math.prod(shape) for shape in shapes)).split([math.prod(shape) for shape in shapes])
+        parts = [part.view(shape) for part, shape in zip(numbered, shapes)]
+        bands = entry.rule.bands(spec)
+        assert torch.equal(torch.cat([parts[number][first:first + rows] for number, first, rows in bands]), entry.rule.merge(parts, spec))
+        for number, shape in enumerate(shapes):
+            assert [row for n, first, rows in bands if n == number for row in range(first, first + rows)] == list(range(shape[0]))
