@@ -1,7 +1,6 @@
 """`python -m checkpoints_conv`: convert, verify and inspect checkpoints."""
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Callable
@@ -21,6 +20,9 @@ def main(arguments: "list[str] | None" = None) -> int:
     except ConversionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # of reading: those of writing are explained by `staging`
+        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         return 130
@@ -29,8 +31,8 @@ def main(arguments: "list[str] | None" = None) -> int:
 def _positive(kind: type) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        if not 0 < value < 1e9:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number below 1e9")
         return value
 
     return number

@@ -6,6 +6,7 @@ uncompressed.  Finding those bytes spares reading them into memory only to write
 
 import io
 import mmap
+import pickle
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,19 @@ from torch import Tensor
 
 from checkpoints_conv.file_maps import FileMaps
 
+# What reading a chunk may raise when its bytes, or what the metadata says of them, are not what a checkpoint holds.
+DAMAGE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 
 
@@ -28,7 +42,7 @@ class ChunkFiles:
         """The tensor in bytes [offset, offset + length) of a file, backed by the mapped file if its bytes lie there plainly.
 
         Raises:
-            OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError: missing or damaged.
+            any of DAMAGE: missing or damaged.
         """
         mapped = self.maps.buffer(self._folder / file)
         if offset + length > len(mapped):

@@ -2,21 +2,21 @@
 
 import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from checkpoints_conv.dist_chunks import ChunkFiles
+from checkpoints_conv.dist_chunks import DAMAGE, ChunkFiles
 from checkpoints_conv.dist_keys import Place, local_spec_key, place_of
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.hf_folder import read_json
 from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.safetensors_file import DTYPES
 
 MODEL_KEYS = re.compile(r"^(embedding|decoder|output_layer)\.")
 # The classes that the pickled metadata of a checkpoint is made of; torch's dtypes come on top, anything else is refused.
@@ -118,15 +118,22 @@ class DistReader:
 
     def _chunk(self, item: ReadItem) -> Tensor:
         """The stored chunk that an item reads from."""
-        at = self._metadata.storage_data[item.storage_index]
+        at = self._metadata.storage_data.get(item.storage_index)
+        if at is None:
+            raise ConversionError(f"{self.folder / '.metadata'} does not say where {item.storage_index} lies")
         where = f"{item.storage_index.fqn!r} {list(item.storage_index.offset)}"
         if getattr(at, "transform_descriptors", None):
             raise ConversionError(f"{self.folder / at.relative_path} is transformed at {where}: {at.transform_descriptors}")
         try:
-            return self._files.tensor(at.relative_path, at.offset, at.length)
-        except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            chunk = self._files.tensor(at.relative_path, at.offset, at.length)
+        except DAMAGE as error:
             what = str(error).partition("\n")[0]
             raise ConversionError(f"{self.folder / at.relative_path} is damaged at {where}: {what}") from error
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        reaches = [offset + length for offset, length in zip(item.storage_offsets, item.lengths)]
+        if chunk.dtype != stored.properties.dtype or chunk.dim() != len(reaches) or any(map(int.__gt__, reaches, chunk.shape)):
+            raise ConversionError(f"{self.folder / at.relative_path} holds {chunk.dtype} {list(chunk.shape)} at {where}, which is not it")
+        return chunk
 
     def _stored(self, name: str) -> TensorStorageMetadata:
         return self._metadata.state_dict_metadata[self.places[name].key]
@@ -152,6 +159,9 @@ class DistReader:
             wanted = (*place.leading, *rule.megatron_shape(self.mapping.spec))
             got = tuple(stored[place.key].size)
             padded = rule.vocab and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]
+            dtype = stored[place.key].properties.dtype
+            if dtype not in DTYPES.values():
+                raise ConversionError(f"{self.folder}: {place.key} is {dtype}; only {', '.join(DTYPES)} are converted")
             if got != wanted and not padded:
                 raise ConversionError(f"{self.folder}: {place.key} is {list(got)}, the config asks for {list(wanted)}")
 
@@ -204,8 +214,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
-            return _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+        if not all(isinstance(at, (TensorStorageMetadata, BytesStorageMetadata)) for at in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("it describes something else than tensors and objects")
+        return metadata
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist: the checkpoint is incomplete") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
         raise ConversionError(f"{path} cannot be read as checkpoint metadata: {error}") from error

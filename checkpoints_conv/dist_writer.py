@@ -5,6 +5,7 @@ FileSystemWriter makes of a rank's part.
 """
 
 import importlib
+import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,16 @@ from typing import Callable, Mapping
 import torch
 from torch import Tensor
 
+from checkpoints_conv.dist_chunks import DAMAGE, ChunkFiles
 from checkpoints_conv.dist_keys import extra_state_keys
 from checkpoints_conv.dist_plan import Chunk, Stored, plan_units
 from checkpoints_conv.file_maps import CopyingFile, FileMaps
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.progress import run_parallel
+from checkpoints_conv.safetensors_file import cast
+
+
+NO_STATE = torch.empty(0, dtype=torch.uint8)  # in a list: what a model without FP8 keeps under `_extra_state`
 
 
 class DistWriter:
@@ -79,19 +85,35 @@ class DistWriter:
         return stored
 
     def _is_whole(self, number: int, stored: list[Stored]) -> bool:
-        """Whether an interrupted run wrote this unit, and the file has its full size: a power failure may truncate it."""
-        wanted = {(chunk.key, chunk.offsets, chunk.number) for chunk in self.units[number]}
-        wanted |= {(key, None, None) for key in self._objects_of(number)}
-        if {(at.key, at.offsets, at.number) for at in stored} != wanted:
+        """Whether an interrupted run wrote this unit, and every byte of it has reached the disk: a power failure may undo some."""
+        wanted = {(chunk.key, chunk.offsets, chunk.number): chunk for chunk in self.units[number]}
+        identities = {(at.key, at.offsets, at.number): at for at in stored}
+        if identities.keys() != wanted.keys() | {(key, None, None) for key in self._objects_of(number)}:
             return False
-        file = self.folder / stored[0].file
-        return file.is_file() and file.stat().st_size == max(at.start + at.length for at in stored)
+        if any(at.file != self._file(number) for at in stored):
+            return False
+        files = ChunkFiles(self.folder)
+        try:
+            for identity, at in identities.items():
+                if identity in wanted:
+                    found, expected = files.tensor(at.file, at.start, at.length), self._tensor(wanted[identity])
+                else:
+                    buffer = files.maps.buffer(self.folder / at.file)
+                    (found,), expected = torch.load(io.BytesIO(buffer[at.start:at.start + at.length]), weights_only=True), NO_STATE
+                if found.dtype != expected.dtype or not torch.equal(found, expected):
+                    return False
+        except DAMAGE:
+            return False
+        return (self.folder / self._file(number)).stat().st_size == max(at.start + at.length for at in stored)
+
+    def _file(self, number: int) -> str:
+        return f"__{number}_0.distcp"
 
     def _objects_of(self, number: int) -> list[str]:
         return self.objects if number == len(self.units) - 1 else []
 
     def _write_chunks(self, number: int, chunks: list[Chunk]) -> list[Stored]:
-        name = f"__{number}_0.distcp"
+        name = self._file(number)
         stored = []
         with CopyingFile(self.folder / name, self.maps) as file:
 
@@ -109,13 +131,13 @@ class DistWriter:
                 save(self._tensor(chunk), chunk.key, chunk.offsets, chunk.number)
                 self.written(chunk.bytes)
             for key in self._objects_of(number):
-                save([torch.empty(0, dtype=torch.uint8)], key, None, None)
+                save([NO_STATE], key, None, None)
         return stored
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         piece = chunk.piece
         tensor = _own_storage(self.get_hf(piece.hf_name).narrow(0, piece.first, piece.rows))
-        return tensor.to(chunk.dtype).view(chunk.sizes)
+        return cast(piece.hf_name, tensor, chunk.dtype).view(chunk.sizes)
 
 
 def _read_record(record: Path) -> list[Stored]:

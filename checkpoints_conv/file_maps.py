@@ -1,5 +1,6 @@
 """Tensors that lie in files: seen through mapped memory, and copied from file to file by the operating system."""
 
+import errno
 import io
 import mmap
 import os
@@ -35,9 +36,11 @@ class FileMaps:
         """The tensor whose elements lie one after the other from byte `offset` of a file.
 
         Raises:
-            OSError, ValueError: see `buffer`; the file has fewer bytes.
+            OSError: it cannot be read, or has fewer bytes.
         """
         count = torch.Size(shape).numel()
+        if path.stat().st_size < offset + count * dtype.itemsize:
+            raise OSError(errno.EIO, "the file is shorter than its tensors", str(path))
         return torch.frombuffer(self.buffer(path), dtype=dtype, count=count, offset=offset).view(shape)
 
     def find(self, address: int, length: int) -> Optional[tuple[int, int]]:
@@ -86,7 +89,7 @@ class CopyingFile(io.FileIO):
                 continue
             sent = os.sendfile(self.fileno(), source[0], source[1] + done, len(view) - done)
             if sent == 0:
-                raise OSError(f"a file that {self.name} is copied from was shortened meanwhile")
+                raise OSError(errno.EIO, "a file that it is copied from was shortened meanwhile", str(self.name))
             done += sent
         return done
 

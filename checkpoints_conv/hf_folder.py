@@ -106,7 +106,9 @@ class HfFolder:
             ConversionError: names the missing, unknown, wrong-shaped or differing tensors.
         """
         mapping.check_hf(self.shapes)
-        if mapping.spec.tied and OUTPUT_HF in self and not torch.equal(self.tensor(OUTPUT_HF), self.tensor(EMBEDDING_HF)):
+        stored_twice = mapping.spec.tied and OUTPUT_HF in self
+        same_shape = stored_twice and self.shapes[OUTPUT_HF] == self.shapes[EMBEDDING_HF]
+        if stored_twice and not (same_shape and torch.equal(self.tensor(OUTPUT_HF), self.tensor(EMBEDDING_HF))):
             raise ConversionError(
                 f"{self.folder}: config.json says tie_word_embeddings, but {OUTPUT_HF} differs from {EMBEDDING_HF}"
             )

@@ -83,6 +83,18 @@ class SafetensorsWriter:
         os.replace(self._beside, self.path)
 
 
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; itself where that is its own.
+
+    Raises:
+        ConversionError: a finite value is too large for it.
+    """
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and bool((result.isinf() & tensor.isfinite()).any()):
+        raise ConversionError(f"{name} holds values that float16 cannot; its largest is {torch.finfo(dtype).max:g}: use another --dtype")
+    return result
+
+
 def data_offsets(path: Path) -> dict[str, int]:
     """Where each tensor begins, in bytes from the start of a file that the safetensors library has found in order."""
     with path.open("rb") as file:

@@ -29,7 +29,7 @@ class Staging:
             job: plain JSON values that identify source and settings; an interrupted conversion goes on only with equal ones.
             needed_bytes: size of the finished folder.
         """
-        if target.exists():
+        if os.path.lexists(target):
             raise ConversionError(f"{target} exists; remove it, or choose another name")
         self.target = target
         self.folder = target.with_name(target.name + ".incomplete")
@@ -107,3 +107,15 @@ def fingerprint(folder: Path) -> dict[str, list[int]]:
         for path in sorted(folder.iterdir())
         if path.is_file()
     }
+
+
+def check_unchanged(folder: Path, before: dict[str, list[int]]) -> None:
+    """Compare a source with its `fingerprint` of the beginning.
+
+    Raises:
+        ConversionError: names the files that have changed meanwhile.
+    """
+    now = fingerprint(folder)
+    changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
+    if changed:
+        raise ConversionError(f"{folder} has changed during the conversion ({', '.join(changed[:5])}); run it again when it is at rest")

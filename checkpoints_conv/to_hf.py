@@ -1,20 +1,22 @@
 """A Megatron distributed checkpoint to a Hugging Face folder, streaming."""
 
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable, Iterator, Optional
 
 import torch
+from torch import Tensor
 
 from checkpoints_conv.dist_keys import HF_FILES
 from checkpoints_conv.dist_reader import DistReader
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.file_maps import FileMaps
 from checkpoints_conv.hf_folder import read_config
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
 from checkpoints_conv.progress import byte_progress, run_parallel
-from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry, file_bytes
-from checkpoints_conv.staging import Staging, fingerprint
+from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry, cast, data_offsets, file_bytes
+from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
 
 
 def to_hf(
@@ -59,7 +61,7 @@ def to_hf(
         files = [beside / name for name in shard_names(len(shards))]
 
         def write_shard(number: int) -> None:
-            if not _is_whole(files[number], shards[number]):
+            if not _is_whole(files[number], shards[number], reader, dtype):
                 _write_shard(files[number], shards[number], reader, dtype, advance)
             else:
                 advance(sum(entry.bytes for entry in shards[number]))
@@ -67,6 +69,7 @@ def to_hf(
         run_parallel(write_shard, range(len(shards)))
         write_index(beside, shards)
         copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
+        check_unchanged(megatron, job["files"])
         staging.finish()
 
 
@@ -85,9 +88,30 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     return side
 
 
-def _is_whole(file: Path, shard: list[TensorEntry]) -> bool:
-    """Whether an interrupted run finished this shard; a power failure may have truncated it."""
-    return file.is_file() and file.stat().st_size == file_bytes(shard)
+def _is_whole(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[torch.dtype]) -> bool:
+    """Whether an interrupted run wrote this shard, and every byte of it has reached the disk: a power failure may undo some."""
+    if not file.is_file() or file.stat().st_size != file_bytes(shard):
+        return False
+    maps, entries = FileMaps(), {entry.name: entry for entry in shard}
+    try:
+        offsets = data_offsets(file)
+        for name, blocks in _tensors(shard, reader, dtype):
+            found = maps.tensor(file, entries[name].dtype, entries[name].shape, offsets[name])
+            if not all(map(torch.equal, found.split([len(block) for block in blocks]), blocks)):
+                return False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its header is damaged
+        return False
+    return True
+
+
+def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[torch.dtype]) -> Iterator[tuple[str, list[Tensor]]]:
+    """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors lie in two shards is read for each."""
+    wanted = {entry.name for entry in shard}
+    for name, entry in reader.mapping.entries.items():
+        if not wanted.isdisjoint(entry.hf):
+            for hf_name, blocks in reader.read(name):
+                if hf_name in wanted:
+                    yield hf_name, blocks if dtype is None else [cast(hf_name, block, dtype) for block in blocks]
 
 
 def _write_shard(
@@ -97,14 +121,8 @@ def _write_shard(
     dtype: Optional[torch.dtype],
     advance: Callable[[int], None],
 ) -> None:
-    """A Megatron parameter whose HF tensors lie in two shards is read for each of them."""
-    entries = {entry.name: entry for entry in shard}
     writer = SafetensorsWriter(file, shard, reader.maps)
-    for name, entry in reader.mapping.entries.items():
-        if entries.keys().isdisjoint(entry.hf):
-            continue
-        for hf_name, blocks in reader.read(name):
-            if hf_name in entries:
-                writer.write(hf_name, blocks if dtype is None else [block.to(dtype) for block in blocks])
-                advance(entries[hf_name].bytes)
+    for name, blocks in _tensors(shard, reader, dtype):
+        writer.write(name, blocks)
+        advance(sum(block.nbytes for block in blocks))
     writer.close()

@@ -14,7 +14,7 @@ from checkpoints_conv.hf_folder import HfFolder, read_config
 from checkpoints_conv.hf_writer import copy_side_files
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.staging import Staging, fingerprint
+from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
 
 COMMON = "common.pt"
 # megatron.core.dist_checkpointing.core.CheckpointingConfig; importing Megatron for it would take seconds.
@@ -57,6 +57,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
         (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)
         copy_side_files(hf, beside / HF_FILES)
+        check_unchanged(hf, job["files"])
         staging.finish()
 
 

@@ -6,6 +6,7 @@ Exit code 0 when everything that a run needs is there in a version that setup.py
 Only torch is imported, and it may fail: the rest is read from the packages' metadata.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Sequence
 
 from packaging.requirements import Requirement
 
@@ -165,7 +167,7 @@ def check_slurm() -> Finding:
         return Finding("Slurm", "does not answer", "optional", None, str(error))
     if done.returncode:
         return Finding("Slurm", "not configured", "optional", None, "runs stay on this machine")
-    return Finding("Slurm", done.stdout.split()[-1], "optional", True)
+    return Finding("Slurm", done.stdout.strip().rpartition(" ")[2] or "of unknown version", "optional", True)
 
 
 def precision_modes(accelerator: Accelerator, transformer_engine: bool) -> dict[str, str]:
@@ -202,8 +204,12 @@ def examine() -> tuple[list[Finding], dict[str, str]]:
     return findings, precision_modes(accelerator, whole)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_drmas.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
     try:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
@@ -228,4 +234,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

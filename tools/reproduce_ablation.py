@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Callable
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -151,6 +152,15 @@ def write_results(args: argparse.Namespace, frozen: dict) -> None:
         write_figure(args.out / "ablation.png", runs)
 
 
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+        return int(text)
+
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.reproduce_ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,9 +170,9 @@ def main() -> None:
         "--tiny-team", type=Path, default=Path("outputs/tiny_team"), help="made if it is not there (default: %(default)s)"
     )
     parser.add_argument(
-        "--seeds", type=int, default=5, help="training runs of each variant and precision; 0: frozen policies only"
+        "--seeds", type=_count(0), default=5, help="training runs of each variant and precision; 0: frozen policies only"
     )
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=_count(1), default=40)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "fp8_emulated"], choices=PRECISIONS)
     parser.add_argument(
         "--variants",
@@ -173,8 +183,8 @@ def main() -> None:
         help=f"of {', '.join(VARIANTS)}",
     )
     parser.add_argument("--team", default="search_tiny_rare", choices=["search_tiny", "search_tiny_rare"])
-    parser.add_argument("--max-turns", type=int, default=0, help="of the workflow; 0: where some agent's calls are rarest")
-    parser.add_argument("--frozen-batches", type=int, default=4, help="rollouts that the frozen comparison averages over")
+    parser.add_argument("--max-turns", type=_count(0), default=0, help="of the workflow; 0: where some agent's calls are rarest")
+    parser.add_argument("--frozen-batches", type=_count(1), default=4, help="rollouts that the frozen comparison averages over")
     parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="further settings of the training runs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("reproduce_ablation: stopped; the same command goes on from here"))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families.values import group, positive, whole
+from checkpoints_conv.families.values import flag, group, positive, whole
 from checkpoints_conv.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
 from checkpoints_conv.spec import ModelSpec
 
@@ -87,6 +87,8 @@ FOREIGN = {
     "text_config": "a multimodal checkpoint; only text decoders are supported",
 }
 
+MOST_LAYERS, MOST_EXPERTS = 1000, 1024  # far more than any model has; each becomes names of tensors before one is read
+
 # What megatron.core's RotaryEmbedding._apply_scaling fixes.
 MEGATRON_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -122,14 +124,14 @@ class Family:
         theta, factor = self._rope(config)
         return ModelSpec(
             architecture=self.architecture,
-            layers=whole(config, "num_hidden_layers"),
+            layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
             hidden=hidden,
             heads=heads,
             kv_groups=groups,
             head_dim=whole(config, "head_dim", self.default_head_dim or hidden // heads),
             ffn=whole(config, "intermediate_size"),
             vocab=whole(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=flag(config, "tie_word_embeddings"),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             rope_theta=theta,
@@ -154,18 +156,24 @@ class Family:
         window = config.get("sliding_window")
         if window is not None and config.get("use_sliding_window", True):
             raise ConversionError(f"config.json has sliding_window={window}: sliding window attention is not supported")
-        if "sliding_attention" in group(config, "layer_types", list):
-            raise ConversionError("config.json has 'sliding_attention' in layer_types: sliding window is not supported")
+        if any(kind != "full_attention" for kind in group(config, "layer_types", list)):
+            raise ConversionError(f"config.json has layer_types={config['layer_types']}: only 'full_attention' is supported")
 
     def _rope(self, config: dict) -> tuple[float, Optional[float]]:
         """RoPE base and Llama 3 factor from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-        rope = {**group(config, "rope_scaling", dict), **group(config, "rope_parameters", dict)}
+        scaling, parameters = group(config, "rope_scaling", dict), group(config, "rope_parameters", dict)
+        differing = [key for key in scaling.keys() & parameters.keys() if scaling[key] != parameters[key]]
+        if scaling and parameters and (differing or _rope_type(scaling) != _rope_type(parameters)):
+            raise ConversionError(
+                f"config.json describes RoPE twice, and differently: rope_scaling={scaling}, rope_parameters={parameters}; remove one"
+            )
+        rope = {**scaling, **parameters}
         if config.get("rope_theta") is None and rope.get("rope_theta") is None:
             raise ConversionError("config.json has neither rope_theta nor rope_parameters.rope_theta")
         theta = positive(config if rope.get("rope_theta") is None else rope, "rope_theta")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ConversionError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = _rope_type(rope)
         if kind == "default":
             return theta, None
         if kind != "llama3" or not self.llama3_rope:
@@ -181,10 +189,17 @@ class Family:
         if not self.moe:
             return {}
         # transformers 5 writes num_experts under another name
-        experts = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+        experts = whole(config, "num_experts" if config.get("num_local_experts") is None else "num_local_experts", most=MOST_EXPERTS)
+        chosen = whole(config, "num_experts_per_tok")
+        if chosen > experts:
+            raise ConversionError(f"config.json has num_experts_per_tok={chosen}, but {experts} experts")
         return {
-            "experts": whole(config, experts),
-            "experts_per_token": whole(config, "num_experts_per_tok"),
+            "experts": experts,
+            "experts_per_token": chosen,
             "expert_ffn": whole(config, "moe_intermediate_size"),
-            "normalise_experts": bool(config.get("norm_topk_prob", False)),
+            "normalise_experts": flag(config, "norm_topk_prob"),
         }
+
+
+def _rope_type(rope: dict) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))

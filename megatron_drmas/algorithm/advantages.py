@@ -35,10 +35,6 @@ def check_advantage_config(config: AdvantageConfig) -> None:
             )
     if config.estimator == "rloo" and config.std != "none":
         raise ConfigError("algorithm.advantage.std", config.std, "rloo has no scale", "set algorithm.advantage.std=none")
-    if config.clip < 0:
-        raise ConfigError("algorithm.advantage.clip", config.clip, "is negative", "use a positive bound, or 0 to switch it off")
-    if config.epsilon <= 0:
-        raise ConfigError("algorithm.advantage.epsilon", config.epsilon, "must be positive", "the paper uses 1e-6")
 
 
 def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:

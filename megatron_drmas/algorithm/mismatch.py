@@ -52,7 +52,7 @@ def check_mismatch_config(config: MismatchConfig) -> None:
         raise ConfigError(
             "algorithm.loss.mismatch.correction", config.correction, "unknown", f"choose one of {', '.join(CORRECTIONS)}"
         )
-    if not 0 <= config.low < 1 < config.high:
-        raise ConfigError(
-            "algorithm.loss.mismatch.low", config.low, f"needs 0 <= low < 1 < high (high = {config.high})", "use 0.5 and 2"
-        )
+    if not 0 <= config.low < 1:
+        raise ConfigError("algorithm.loss.mismatch.low", config.low, "must lie in [0, 1)", "use 0.5")
+    if not config.high > 1:
+        raise ConfigError("algorithm.loss.mismatch.high", config.high, "must exceed 1", "use 2")

@@ -286,7 +286,7 @@ def test_bad_settings_are_named(config, key):
         check_loss_config(config)
 
 
-@pytest.mark.parametrize("config,key", [(MismatchConfig("tis"), "correction"), (MismatchConfig(low=1.5), "low")])
+@pytest.mark.parametrize("config,key", [(MismatchConfig("tis"), "correction"), (MismatchConfig(low=1.5), "low"), (MismatchConfig(high=1.0), "high")])
 def test_bad_mismatch_settings_are_named(config, key):
     with pytest.raises(ConfigError, match=f"mismatch.{key}"):
         check_mismatch_config(config)

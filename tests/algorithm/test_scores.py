@@ -8,6 +8,7 @@ import torch
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.algorithm.scores import last_verdicts, overlong_penalty, row_scores, verdict_credit
 from megatron_drmas.config.algorithm import (
+    AdvantageConfig,
     AlgorithmConfig,
     LossConfig,
     OverlongConfig,
@@ -101,6 +102,15 @@ def test_dr_mas_is_the_default():
     [
         (AlgorithmConfig(reward=RewardConfig(overlong=OverlongConfig(1.0, 1.0))), "reward.overlong.cache"),
         (AlgorithmConfig(loss=LossConfig(trust_region=TrustRegionConfig(delta=0))), "loss.trust_region.delta"),
+        (AlgorithmConfig(loss=LossConfig(trust_region=TrustRegionConfig(beta=0))), "loss.trust_region.beta"),
+        (AlgorithmConfig(loss=LossConfig(kl_coef=-1)), "loss.kl_coef"),
+        (AlgorithmConfig(advantage=AdvantageConfig(gigpo_discount=1.5)), "advantage.gigpo_discount"),
+        (AlgorithmConfig(advantage=AdvantageConfig(gigpo_weight=1e39)), "advantage.gigpo_weight"),
+        (AlgorithmConfig(advantage=AdvantageConfig(epsilon=1e308)), "advantage.epsilon"),
+        (AlgorithmConfig(advantage=AdvantageConfig(epsilon=0)), "advantage.epsilon"),
+        (AlgorithmConfig(reward=RewardConfig(trajectory=1e39)), "reward.trajectory"),
+        (AlgorithmConfig(reward=RewardConfig(trajectory=0)), "reward.trajectory"),
+        (AlgorithmConfig(invalid_penalty=float("nan")), "invalid_penalty"),
         (AlgorithmConfig(sequential=True), "sequential"),
         (AlgorithmConfig(dynamic_sampling_draws=0), "dynamic_sampling_draws"),
     ],

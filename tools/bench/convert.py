@@ -3,7 +3,7 @@
     python tools/bench/convert.py --work DIR [--shape qwen2.5-7b] [--repeats 2]
 
 Both are run by turns, each time after all that was written before has reached the disk, and the best of each counts.  DIR
-needs room for three copies of the checkpoint (qwen2.5-7b: 15.2 GB each).  The last line is JSON: `ratio` is the lower of
+needs room for three copies of the checkpoint (qwen2.5-7b: 15.2 GB each), which are removed at the end.  The last line is JSON: `ratio` is the lower of
 the two directions' rates over cp's (target: 0.5), `peak_anonymous_gib` the converter's (target: below 4), and `identical`
 says whether every tensor came back bit for bit.
 """
@@ -78,12 +78,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints; they are removed at the end")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, choices=range(1, 11), metavar="N", default=2)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     hf, megatron, back, copy = (args.work / name for name in ("hf", "megatron", "back", "copy"))
-    for folder in (hf, megatron, back, copy):
-        shutil.rmtree(folder, ignore_errors=True)
+    there = [str(folder) for folder in (hf, megatron, back, copy) if folder.exists()]
+    if there:
+        sys.exit(f"convert: {', '.join(there)} exist; remove them, or choose another --work")
     make = [sys.executable, TOOLS / "make_random_checkpoint.py", "--shape", args.shape, "--out", hf]
     subprocess.run(make, check=True)
     size = folder_bytes(hf)
