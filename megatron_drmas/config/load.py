@@ -5,9 +5,11 @@ key=value arguments are Hydra overrides.
 """
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -16,11 +18,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+
+# What Hydra lets through of YAML that is broken, or is no configuration.
+MALFORMED = (YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
@@ -42,9 +48,18 @@ def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] =
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
     except (HydraException, OmegaConfBaseException) as error:
         raise _readable(error, overrides, schema) from error
+    except ConfigError:
+        raise
+    except MALFORMED as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError("--config-name", name, f"cannot be composed ({problem})", f"correct the YAML files in {folder}, or the overrides") from error
+    for field in fields(config):
+        if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
+            raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")
+    return config
 
 
 def parse_command_line(prog: str, argv: list[str]) -> tuple[RunConfig, bool]:

@@ -46,6 +46,21 @@ def test_every_recipe_composes_validates_and_prints(recipe):
     assert f"name: {config.name}" in to_yaml(config)
 
 
+@pytest.mark.parametrize("text", [b"a: [1", b"- a", b"5", b"\xff\xfe", b"a: 1\n\tb: 2", b"a: 1\na: 2", b"defaults: 5", b"defaults:\n  - broken\n", b"a: &a {b: *a}"])
+def test_a_file_that_is_no_configuration_is_one_line(tmp_path, text):
+    (tmp_path / "broken.yaml").write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        compose_config("broken", [], tmp_path)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["algorithm=null", "team=null", "precision=null", "=5"])
+def test_an_override_that_is_none_is_one_line(override):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("search_hetero", [override])
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("recipe", ["math", "math_4xh100"])
 @pytest.mark.parametrize("team", ["math_eval_opt", "math_voting", "math_orch_workers"])
 def test_the_math_recipes_take_other_teams(recipe, team):
