@@ -1,6 +1,7 @@
 """The command: round trips, resuming, atomic results, damaged checkpoints, verify and inspect."""
 
 import fcntl
+import json
 import os
 import pickle
 import shutil
@@ -171,14 +172,77 @@ def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units
     assert same(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("record", [b"", b"\x80\x04.", b"{}", b"[1]", b"[[1, 2]]", b"[]"])
-def test_a_damaged_record_costs_its_unit(folder, tmp_path, small_units, monkeypatch, record):
-    out = tmp_path / "megatron"
+def interrupted(folder, out, monkeypatch) -> Path:
+    """The incomplete folder of a conversion that has finished some units."""
     with monkeypatch.context() as patch:
         interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 3)
         with pytest.raises(Interrupt):
             to_megatron(folder, out)
-    (tmp_path / "megatron.incomplete" / "__0.written").write_bytes(record)
+    return out.with_name(out.name + ".incomplete")
+
+
+@pytest.mark.parametrize("damage", ["zeros", "shifted", "another unit's file"])
+def test_a_unit_whose_bytes_were_lost_is_written_again(folder, tmp_path, small_units, monkeypatch, damage):
+    """A file of full size says nothing: after a power failure its blocks may never have been written."""
+    left = interrupted(folder, tmp_path / "megatron", monkeypatch)
+    file, record = left / "__0_0.distcp", left / "__0.written"
+    entries = json.loads(record.read_text())
+    if damage == "zeros":
+        file.write_bytes(bytes(file.stat().st_size))
+    elif damage == "shifted":
+        record.write_text(json.dumps([[*entry[:4], entry[4] + 1, entry[5]] for entry in entries]))
+    else:
+        record.write_text(json.dumps([[*entry[:3], "__1_0.distcp", *entry[4:]] for entry in entries]))
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert same(folder, tmp_path / "back")
+
+
+def test_a_shard_whose_bytes_were_lost_is_written_again(folder, tmp_path, monkeypatch):
+    to_megatron(folder, tmp_path / "megatron")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, SafetensorsWriter, "close", 2)
+        with pytest.raises(Interrupt):
+            to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=100_000)
+    for shard in (tmp_path / "back.incomplete").glob("*.safetensors"):
+        size = shard.stat().st_size
+        os.truncate(shard, size // 2)
+        os.truncate(shard, size)
+    to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=100_000)
+    assert same(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model-00001-of-*.safetensors", "new.txt"])
+def test_a_source_that_changes_meanwhile_gives_no_result(folder, tmp_path, monkeypatch, changed):
+    write, path = dist_writer.DistWriter.write, next(folder.glob(changed), folder / changed)
+
+    def changing(self):
+        write(self)
+        with path.open("ab") as file:
+            file.write(b" ")
+
+    monkeypatch.setattr(dist_writer.DistWriter, "write", changing)
+    with pytest.raises(ConversionError, match=rf"has changed during the conversion \({path.name}\)"):
+        to_megatron(folder, tmp_path / "megatron")
+    assert not list(tmp_path.glob("megatron*"))
+
+
+def test_a_dtype_that_cannot_hold_the_weights_is_refused(folder, tmp_path):
+    shard = folder / HfFolder(folder).file_of["model.norm.weight"]
+    held = load_file(shard)
+    held["model.norm.weight"][0] = 1e6
+    save_file(held, shard, metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
+        to_megatron(folder, tmp_path / "half", torch.float16)
+    to_megatron(folder, tmp_path / "megatron")
+    with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
+        to_hf(tmp_path / "megatron", tmp_path / "back", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("record", [b"", b"\x80\x04.", b"{}", b"[1]", b"[[1, 2]]", b"[]"])
+def test_a_damaged_record_costs_its_unit(folder, tmp_path, small_units, monkeypatch, record):
+    out = tmp_path / "megatron"
+    (interrupted(folder, out, monkeypatch) / "__0.written").write_bytes(record)
     to_megatron(folder, out)
     to_hf(out, tmp_path / "back")
     assert same(folder, tmp_path / "back")
@@ -354,6 +418,36 @@ class TestDamagedMegatronCheckpoints:
     def test_no_metadata(self, megatron, capsys):
         (megatron / ".metadata").unlink()
         assert ".metadata does not exist" in self.error(megatron, capsys)
+
+    def change_metadata(self, megatron: Path, change) -> None:
+        metadata = pickle.loads((megatron / ".metadata").read_bytes())
+        (megatron / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+
+    def test_metadata_of_something_else(self, megatron, capsys):
+        self.change_metadata(megatron, lambda metadata: {"a": torch.float32})
+        assert "cannot be read as checkpoint metadata" in self.error(megatron, capsys)
+
+    def test_metadata_without_a_place(self, megatron, capsys):
+        self.change_metadata(megatron, lambda metadata: metadata.storage_data.pop(next(iter(metadata.storage_data))) and None)
+        assert "does not say where" in self.error(megatron, capsys)
+
+    def test_metadata_of_another_dtype(self, megatron, capsys):
+        def integers(metadata):
+            for stored in metadata.state_dict_metadata.values():
+                if hasattr(stored, "properties"):
+                    stored.properties.dtype = torch.int32
+
+        self.change_metadata(megatron, integers)
+        assert "is torch.int32; only F32, F16, BF16 are converted" in self.error(megatron, capsys)
+
+    def test_metadata_that_says_chunks_are_where_others_lie(self, megatron, capsys):
+        def swapped(metadata):
+            places = metadata.storage_data
+            keys = [key for key in places if key.fqn.endswith(("word_embeddings.weight", "linear_fc2.weight"))]
+            metadata.storage_data = places | {key: places[other] for key, other in zip(keys, keys[::-1])}
+
+        self.change_metadata(megatron, swapped)
+        assert "which is not it" in self.error(megatron, capsys)
 
     def test_metadata_that_would_run_code(self, megatron, capsys, tmp_path):
         class Touch:
