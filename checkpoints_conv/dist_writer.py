@@ -48,7 +48,6 @@ class DistWriter:
             written: called with the bytes of each chunk.
         """
         self.folder = folder
-        self.mapping = mapping
         self.get_hf = get_hf
         self.maps = maps
         self.written = written

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.checkpoint import Checkpoint
+from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.forward import logprobs, sample_tokens
 from checkpoints_conv.progress import byte_progress
 
@@ -25,8 +26,13 @@ def verify(a: Path, b: Path, hf_files: Optional[Path] = None, tokens: int = 0, t
 
     Returns:
         0: equal (and within the tolerance); 1: not.
+
+    Raises:
+        ConversionError: more tokens than the model has positions; and see `Checkpoint`.
     """
     left, right = Checkpoint(a, hf_files), Checkpoint(b, hf_files)
+    if tokens > left.spec.max_position:
+        raise ConversionError(f"--tokens {tokens}: {a} has {left.spec.max_position} positions")
     total = hashlib.sha256()
     differences = list(_config_differences(left, right))
     with byte_progress("comparing", left.bytes) as advance:
