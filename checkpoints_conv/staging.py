@@ -97,7 +97,9 @@ def _explained(folder: Path, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConversionError(f"cannot write {error.filename or folder}: {error.strerror or error}{kept}") from error
+        place = Path(error.filename or folder)
+        ours = place == folder or folder in place.parents or place in folder.parents
+        raise ConversionError(f"cannot {'write' if ours else 'read'} {place}: {error.strerror or error}{kept}") from error
 
 
 def fingerprint(folder: Path) -> dict[str, list[int]]:

@@ -227,6 +227,18 @@ def test_a_source_that_changes_meanwhile_gives_no_result(folder, tmp_path, monke
     assert not list(tmp_path.glob("megatron*"))
 
 
+def test_a_shard_that_vanishes_meanwhile_is_named_as_what_cannot_be_read(folder, tmp_path, monkeypatch):
+    write, shard = dist_writer.DistWriter.write, next(folder.glob("model-00001-of-*.safetensors"))
+
+    def removing(self):
+        shard.unlink()
+        write(self)
+
+    monkeypatch.setattr(dist_writer.DistWriter, "write", removing)
+    with pytest.raises(ConversionError, match=f"cannot read {shard}"):
+        to_megatron(folder, tmp_path / "megatron")
+
+
 def test_a_dtype_that_cannot_hold_the_weights_is_refused(folder, tmp_path):
     shard = folder / HfFolder(folder).file_of["model.norm.weight"]
     held = load_file(shard)
