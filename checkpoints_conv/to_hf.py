@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.dist_keys import HF_FILES
-from checkpoints_conv.dist_reader import DistReader
+from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
 from checkpoints_conv.file_maps import FileMaps
@@ -36,6 +36,9 @@ def to_hf(
     Raises:
         ConversionError: see `DistReader` and `Staging`.
     """
+    if not is_dist_checkpoint(megatron):
+        instead = "it is a Hugging Face folder" if (megatron / "config.json").is_file() else "it lacks metadata.json or .metadata"
+        raise ConversionError(f"{megatron} is no complete Megatron distributed checkpoint: {instead}")
     side = side_files(megatron, hf_files)
     config = read_config(side)
     mapping = ModelMapping(family_of(config).model_spec(config))

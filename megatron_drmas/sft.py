@@ -7,6 +7,7 @@ the mean over its prompt tokens.  The run folder <output_dir>/<name> gets config
 Face folder that training takes as a policy's model.  All ranks run on this machine.
 """
 
+import argparse
 import os
 import socket
 import sys
@@ -228,11 +229,18 @@ def main() -> int:
     """The command line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from megatron_drmas.config.load import CONFIG_DIR, compose_config
+    from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
 
+    parser = argparse.ArgumentParser(prog="python -m megatron_drmas.sft", description="Arguments of the form key=value override the configuration (Hydra).")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the composed configuration, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
-        config = compose_config("sft", sys.argv[1:], CONFIG_DIR / "sft", SftConfig)
+        config = compose_config("sft", args.overrides, CONFIG_DIR / "sft", SftConfig)
+        if args.show:
+            print(to_yaml(config), end="")
+            return 0
         validate(config)
         os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -40,6 +40,8 @@ def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] =
     folder = Path(config_dir or CONFIG_DIR).resolve()
     if not (folder / f"{name}.yaml").is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        if name == "sft":
+            known = f"{known}; the warm start is python -m megatron_drmas.sft"
         raise ConfigError("--config-name", name, f"no such file in {folder}", f"choose one of: {known}")
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
@@ -97,7 +99,7 @@ def run_command(prog: str, command: Callable[[RunConfig], Any]) -> int:
     return 0
 
 
-def to_yaml(config: RunConfig) -> str:
+def to_yaml(config: Any) -> str:
     """The configuration as YAML, interpolations resolved."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
@@ -119,6 +121,10 @@ def _readable(error: Exception, overrides: list[str], schema: type) -> ConfigErr
     if "Could not override" in text or f"not in '{schema.__name__}'" in text or "not in struct" in text or re.search(r"Key '\S+' not in", text):
         near = difflib.get_close_matches(key, _known_keys(schema), n=1)
         return ConfigError(key, given.get(key), "no such key", f"did you mean {near[0]}?" if near else "--print lists every key")
+    option = re.search(r"Could not find '(\w+)/([^']*)'", text)
+    if option and (CONFIG_DIR / option[1]).is_dir():
+        choices = ", ".join(sorted(path.stem for path in (CONFIG_DIR / option[1]).glob("*.yaml")))
+        return ConfigError(option[1], option[2], "no such option", f"choose one of: {choices}")
     problem = str(chain[-1]).strip().split("\n")[0]
     return ConfigError(key or "configuration", given.get(key), problem, "correct it (--print shows the composed configuration)")
 

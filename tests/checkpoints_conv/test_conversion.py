@@ -292,6 +292,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def test_a_hugging_face_folder_is_no_megatron_checkpoint(folder, tmp_path):
+    with pytest.raises(ConversionError, match="it is a Hugging Face folder"):
+        to_hf(folder, tmp_path / "back")
+
+
 def test_two_conversions_never_write_to_one_folder(folder, tmp_path):
     (tmp_path / "megatron.incomplete").mkdir()
     with open(tmp_path / "megatron.incomplete" / "conversion.lock", "wb") as lock:
@@ -429,7 +434,7 @@ class TestDamagedMegatronCheckpoints:
 
     def test_no_metadata(self, megatron, capsys):
         (megatron / ".metadata").unlink()
-        assert ".metadata does not exist" in self.error(megatron, capsys)
+        assert "it lacks metadata.json or .metadata" in self.error(megatron, capsys)
 
     def change_metadata(self, megatron: Path, change) -> None:
         metadata = pickle.loads((megatron / ".metadata").read_bytes())

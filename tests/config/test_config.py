@@ -109,6 +109,8 @@ def test_a_workflow_names_the_parser_that_it_needs():
     ("team.agents.answer.parser=guess", "team.agents.answer.parser", "guess"),
     ("team.agents.answer.prompt='{{'", "team.agents.answer.prompt", "Jinja"),
     ("team.agents.answer.prompt='{{ qestion }} {{ question }}'", "team.agents.answer.prompt", "uses qestion"),
+    ("algorithm=dr_mass", "algorithm", "choose one of: at_grpo"),
+    ("team=serch_tiny", "team", "search_tiny_rare"),
     ("~team.agents.answer", "team.agents.answer", "missing"),
     ("team.workflow.name=chat", "team.workflow.name", "chat"),
     ("policies.qwen2.parallel.tensor=3", "policies.qwen2.parallel.tensor", "3"),
