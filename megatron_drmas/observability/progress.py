@@ -79,7 +79,7 @@ class Progress:
 
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
-        self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']}"
+        self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']} after {line['step']}"
         self.note(
             f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions"
         )
