@@ -67,7 +67,7 @@ class _FileMap:
 class CopyingFile(io.FileIO):
     """A new file; what is written from mapped memory goes straight from one file to the other.
 
-    That is what `cp` does, and takes half of the time of a write that reads its source page by page through the mapping.
+    That is what `cp` does; a write that reads its source through the mapping has a page fault for every few pages besides.
     """
 
     def __init__(self, path: Path, maps: FileMaps):

@@ -22,6 +22,11 @@ class OrchWorkersWorkflow(Workflow):
     parsers = {"orchestrator": "tags"}
 
     async def run(self, context: Context, question: Question) -> Outcome:
+        """One plan, its solutions and their synthesis; the outcome's `info` holds the number of strategies followed.
+
+        Raises:
+            TrajectoryFailure: of a call or a grade.
+        """
         plan = await context.call("orchestrator", question=question.text, width=self.config.width)
         strategies = json.loads(plan.content)[: self.config.width] if plan.content is not None else []
         if not strategies:

@@ -22,6 +22,11 @@ class VotingWorkflow(Workflow):
     agents = {"voter": ("question",), "aggregator": ("question", "candidates")}
 
     async def run(self, context: Context, question: Question) -> Outcome:
+        """One round of votes and a pick; the outcome's `info` holds the pick as it was parsed.
+
+        Raises:
+            TrajectoryFailure: of a call or a grade.
+        """
         votes = await context.together(context.call("voter", question=question.text) for _ in range(self.config.width))
         candidates = [vote.text.strip() for vote in votes]
         pick = await context.call("aggregator", question=question.text, candidates=candidates)

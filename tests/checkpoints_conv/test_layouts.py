@@ -20,7 +20,7 @@ def variants(layout: Layout) -> list[tuple[str, bool]]:
     return [("qwen3_moe", False)] if layout.expert > 1 else VARIANTS
 
 
-def same_tensors(a: Path, b: Path) -> None:
+def assert_same_tensors(a: Path, b: Path) -> None:
     left, right = HfFolder(a), HfFolder(b)
     assert sorted(left.names()) == sorted(right.names())
     assert [name for name in left.names() if not torch.equal(left.tensor(name), right.tensor(name))] == []
@@ -40,7 +40,7 @@ def test_every_tensor_comes_out_once_and_unchanged(ranks, models, tmp_path, layo
             assert (result["wrong"], result["padding"], result["untied"]) == ([], 0.0, []), exported.name
         published = [name for names in by_stage.values() for name in names]
         assert sorted(published) == sorted(HfFolder(folder).names()), exported.name
-        same_tensors(folder, exported)
+        assert_same_tensors(folder, exported)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:] + EXPERTS, ids=str)
@@ -55,7 +55,7 @@ def test_converted_checkpoint_loads_in_every_layout(ranks, models, tmp_path, lay
     for (folder, converted, saved), *differing in zip(arguments, *by_rank, strict=True):
         assert differing == [[]] * layout.size, converted
         to_hf(saved, saved.with_name("back"), hf_files=folder)
-        same_tensors(folder, saved.with_name("back"))
+        assert_same_tensors(folder, saved.with_name("back"))
 
 
 def test_a_checkpoint_with_one_key_per_layer_converts(ranks, models, tmp_path):
@@ -68,7 +68,7 @@ def test_a_checkpoint_with_one_key_per_layer_converts(ranks, models, tmp_path):
     ranks.run(Layout(tensor=2, pipeline=2), tmp_path / "store", jobs.each, jobs.load_and_save_dist, arguments)
     for folder, _, saved, _ in arguments:
         to_hf(saved, saved.with_name("back"), hf_files=folder)
-        same_tensors(folder, saved.with_name("back"))
+        assert_same_tensors(folder, saved.with_name("back"))
 
 
 def test_a_missing_chunk_is_an_error_on_every_rank(ranks, models, tmp_path):

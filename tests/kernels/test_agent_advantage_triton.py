@@ -55,7 +55,7 @@ def test_compiles_for_hopper_without_a_gpu(mean, std, tmp_path, monkeypatch):
 EQUAL_SUMS = torch.tensor([0.1, 0.3, 0.2, 0.4, 0.0, 1.0]) + torch.tensor([0.6, 0.4, 0.5, 0.3, 0.0, 0.0])  # four times 0.7, almost
 
 
-def compare(scores, group, agent, lengths, tolerance=1e-5):
+def assert_matches_reference(scores, group, agent, lengths, tolerance=1e-5):
     from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
 
     scores, group, agent = torch.as_tensor(scores), torch.as_tensor(group), torch.as_tensor(agent)
@@ -78,14 +78,14 @@ def compare(scores, group, agent, lengths, tolerance=1e-5):
 )
 def test_any_structure(rows):
     group, agent, scores, lengths = zip(*rows)
-    compare(torch.tensor(scores), group, agent, lengths)
+    assert_matches_reference(torch.tensor(scores), group, agent, lengths)
 
 
 @inside
 def test_more_rows_than_a_block_and_longer_than_a_tile():
     generator = torch.Generator().manual_seed(0)
     rows = 100
-    compare(
+    assert_matches_reference(
         torch.rand(rows, generator=generator) + 1000,
         torch.randint(0, 2, (rows,), generator=generator) * 7 - 3,
         torch.randint(0, 5, (rows,), generator=generator),
@@ -98,15 +98,15 @@ def test_more_rows_than_a_block_and_longer_than_a_tile():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_input_types(dtype):
     scores = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 0.25]).to(dtype)
-    compare(scores, [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 0], [3, 1, 2, 1, 1, 4])
+    assert_matches_reference(scores, [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 0], [3, 1, 2, 1, 1, 4])
 
 
 @inside
 def test_equal_scores_one_row_and_none():
-    compare(torch.full((7,), 0.1), [0] * 7, [0, 1, 0, 1, 0, 1, 1], [2] * 7)
-    compare(EQUAL_SUMS, [0] * 6, [0, 0, 0, 0, 1, 1], [2] * 6)
-    compare(torch.tensor([0.7]), [5], [9], [3])
-    compare(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [])
+    assert_matches_reference(torch.full((7,), 0.1), [0] * 7, [0, 1, 0, 1, 0, 1, 1], [2] * 7)
+    assert_matches_reference(EQUAL_SUMS, [0] * 6, [0, 0, 0, 0, 1, 1], [2] * 6)
+    assert_matches_reference(torch.tensor([0.7]), [5], [9], [3])
+    assert_matches_reference(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [])
 
 
 @inside
@@ -121,4 +121,4 @@ def test_the_same_bits_every_time():
 
 @inside
 def test_agent_numbers_may_be_anything():
-    compare(torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 0, 0], [10**9, -5, 10**9, -5], [1, 2, 3, 4])
+    assert_matches_reference(torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 0, 0], [10**9, -5, 10**9, -5], [1, 2, 3, 4])

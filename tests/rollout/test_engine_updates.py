@@ -127,7 +127,7 @@ def test_an_abandoned_update_can_be_begun_again(engine, tensors):
     engine.call("load_bucket", sender.next_bucket())
     sender.close()
     sent = engine.update(tensors.items(), version=1)
-    compare(sent, engine.call("weight_digests"), "the engine")
+    assert sent and sent == engine.call("weight_digests")
 
 
 def test_nothing_is_generated_during_an_update(engine, tensors):

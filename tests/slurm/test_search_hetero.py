@@ -60,6 +60,7 @@ def slurm(repository):
 
 
 def test_slurm_accepts_the_script_as_it_is(slurm):
+    """sbatch exits with an error, which the fixture raises, where it does not."""
     slurm("sbatch", "--test-only", "slurm/search_hetero.sh")
     slurm("sbatch", "--test-only", "--nodes=1", "slurm/search_hetero.sh", "--config-name", "search_hetero_8xh100")
 
