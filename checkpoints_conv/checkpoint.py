@@ -4,9 +4,7 @@ import math
 from pathlib import Path
 from typing import Iterable, Optional
 
-import torch
-from torch import Tensor
-
+from checkpoints_conv.blocks import Block
 from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
@@ -41,14 +39,16 @@ class Checkpoint:
         self.shapes = self.mapping.hf_shapes()
         if self.megatron:
             reader = DistReader(folder, self.mapping)
-            self._read = lambda name: [(hf_name, _joined(blocks)) for hf_name, blocks in reader.read(name)]
+            self._read = reader.read
+            self.maps = reader.maps
             self.dtypes = {
                 hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
             }
         else:
             source = HfFolder(folder)
             source.check(self.mapping)
-            self._read = lambda name: [(hf_name, source.tensor(hf_name)) for hf_name in self.mapping.entry(name).hf]
+            self._read = lambda name: [(hf_name, [source.block(hf_name)]) for hf_name in self.mapping.entry(name).hf]
+            self.maps = source.maps
             self.dtypes = {name: source.dtypes[name] for name in self.shapes}
 
     @property
@@ -57,18 +57,14 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+        return sum(math.prod(shape) * self.dtypes[name].bytes for name, shape in self.shapes.items())
 
-    def tensors(self, name: str) -> Iterable[tuple[str, Tensor]]:
-        """The HF tensors of one Megatron parameter, by its global name."""
+    def read(self, name: str) -> Iterable[tuple[str, list[Block]]]:
+        """The HF tensors of one Megatron parameter, by its global name, as blocks of rows."""
         return self._read(name)
 
     def dtype_names(self) -> str:
-        return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}))
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return ", ".join(sorted({dtype.value for dtype in self.dtypes.values()}))
 
 
 def inspect(folder: Path, hf_files: Optional[Path] = None) -> str:

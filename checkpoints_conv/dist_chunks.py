@@ -1,4 +1,4 @@
-"""The chunks of a `torch_dist` checkpoint, as views of its mapped files.
+"""The chunks of a `torch_dist` checkpoint, as blocks of its files.
 
 A chunk is one tensor as torch.save wrote it: a zip archive inside a larger file, the tensor's bytes stored in it
 uncompressed.  Finding those bytes spares reading them into memory only to write them out again.
@@ -8,12 +8,12 @@ import io
 import mmap
 import pickle
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any, Optional
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.file_maps import FileMaps
+from checkpoints_conv.blocks import Block, FileBlock, FileMaps
+from checkpoints_conv.dtypes import Dtype
 
 # What reading a chunk may raise when its bytes, or what the metadata says of them, are not what a checkpoint holds.
 DAMAGE = (
@@ -25,10 +25,14 @@ DAMAGE = (
     TypeError,
     AttributeError,
     AssertionError,
+    OverflowError,
+    MemoryError,
     zipfile.BadZipFile,
     pickle.UnpicklingError,
 )
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
+STORAGES = {"FloatStorage": Dtype.F32, "HalfStorage": Dtype.F16, "BFloat16Storage": Dtype.BF16}
+MOST_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
 
 
 class ChunkFiles:
@@ -38,8 +42,8 @@ class ChunkFiles:
         self._folder = folder
         self.maps = FileMaps()
 
-    def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """The tensor in bytes [offset, offset + length) of a file, backed by the mapped file if its bytes lie there plainly.
+    def block(self, file: str, offset: int, length: int) -> Block:
+        """The tensor in bytes [offset, offset + length) of a file; a block of that file if its bytes lie there plainly.
 
         Raises:
             any of DAMAGE: missing or damaged.
@@ -47,20 +51,21 @@ class ChunkFiles:
         mapped = self.maps.buffer(self._folder / file)
         if offset + length > len(mapped):
             raise EOFError(f"it has {len(mapped)} bytes, {offset + length} are needed")
-        view = _View(mapped, offset, length)
-        described = torch.load(view, map_location="meta", weights_only=True)  # reads no storage
-        storages = [info for info in zipfile.ZipFile(view).infolist() if "/data/" in info.filename]
-        if len(storages) == 1 and described.is_contiguous() and storages[0].compress_type == zipfile.ZIP_STORED:
-            start = offset + storages[0].header_offset
-            name, extra = (int.from_bytes(mapped[start + at : start + at + 2], "little") for at in (26, 28))
-            start += LOCAL_HEADER + name + extra + described.storage_offset() * described.itemsize
-            return self.maps.tensor(self._folder / file, described.dtype, described.shape, start)
-        view.seek(0)
-        return torch.load(view, map_location="cpu", weights_only=True)
+        window = _Window(mapped, offset, length)
+        plain = _plain_tensor(window)
+        if plain is not None:
+            dtype, shape, start = plain
+            return FileBlock(shape, dtype, self._folder / file, offset + start)
+        import torch
+
+        from checkpoints_conv.tensors import block_of
+
+        window.seek(0)
+        return block_of(torch.load(window, map_location="cpu", weights_only=True))
 
 
-class _View(io.RawIOBase):
-    """A window of a mapping, as a file."""
+class _Window(io.RawIOBase):
+    """Bytes [offset, offset + length) of a mapping, as a file."""
 
     def __init__(self, mapped: mmap.mmap, offset: int, length: int):
         super().__init__()
@@ -85,3 +90,85 @@ class _View(io.RawIOBase):
         buffer[:count] = self._mapped[start : start + count]
         self._at += count
         return count
+
+    def content(self, start: int, length: int) -> bytes:
+        """Raises:
+        EOFError: it has fewer bytes.
+        """
+        if start + length > self._length:
+            raise EOFError(f"it has {self._length} bytes, {start + length} are needed")
+        return self._mapped[self._offset + start : self._offset + start + length]
+
+
+def _plain_tensor(window: _Window) -> Optional[tuple[Dtype, tuple[int, ...], int]]:
+    """Dtype and shape of the tensor that an archive holds, and where its bytes begin; None: torch must take it apart.
+
+    Raises:
+        any of DAMAGE: no such archive.
+    """
+    entries = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(window).infolist()}
+    if {"data.pkl", "data/0"} - entries.keys() or any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
+        return None
+    if "byteorder" in entries and _entry(window, entries["byteorder"], 16) != b"little":
+        return None
+    described = _Description(io.BytesIO(_entry(window, entries["data.pkl"], MOST_DESCRIPTION))).load()
+    if not isinstance(described, tuple) or len(described) != 4:
+        return None
+    dtype, first, shape, strides = described
+    start = _start(window, entries["data/0"]) + first * dtype.bytes
+    block = FileBlock(shape, dtype, Path(), start)
+    if strides != _contiguous(shape):
+        return None
+    if first * dtype.bytes + block.bytes > entries["data/0"].file_size:
+        raise EOFError(f"a tensor of {list(shape)} has a storage of {entries['data/0'].file_size} bytes")
+    window.content(start + block.bytes, 0)
+    return dtype, shape, start
+
+
+def _start(window: _Window, info: zipfile.ZipInfo) -> int:
+    """Where an entry's bytes begin: zipfile tells where its header does."""
+    header = window.content(info.header_offset, LOCAL_HEADER)
+    return info.header_offset + LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+def _entry(window: _Window, info: zipfile.ZipInfo, most: int) -> bytes:
+    """The bytes of a stored entry; zipfile would hold them against a checksum that torch may leave out."""
+    if info.file_size > most:
+        raise ValueError(f"{info.filename} has {info.file_size} bytes")
+    return window.content(_start(window, info), info.file_size)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+class _Description(pickle.Unpickler):
+    """What a tensor's pickle says of it: (dtype, first element, shape, strides); anything else than a plain tensor: another value."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _described
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch":
+            return STORAGES.get(name, _other)
+        return _other
+
+    def persistent_load(self, identity: Any) -> Optional[Dtype]:
+        kind, dtype, key, *_ = identity
+        return dtype if kind == "storage" and key == "0" else None
+
+
+def _described(dtype: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Optional[tuple]:
+    numbers = (first, *shape, *strides)
+    if not isinstance(dtype, Dtype) or any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+        return None
+    return dtype, first, tuple(shape), tuple(strides)
+
+
+def _other(*_: Any) -> None:
+    return None

@@ -1,23 +1,27 @@
-"""How a Megatron distributed checkpoint is cut into chunks and units, independent of any layout: a reader picks its part."""
+"""How a Megatron distributed checkpoint is cut into chunks and files, independent of any layout: a reader picks its part.
 
-from collections import Counter
+A chunk is what torch.save makes of one tensor: an archive with a frame before and after the tensor's bytes.  Where the
+bytes go is planned; the frames follow from them (`dist_archive`) and get `FRAME_BYTES` on either side.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Optional
-
-import torch
 
 from checkpoints_conv.dist_keys import local_spec_key, place_of
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.mapping import ModelMapping
 
 CHUNK_BYTES = 256 * 2**20  # rows of a larger tensor are written as several chunks
-UNIT_BYTES = 2**30  # what an interruption can cost
+UNIT_BYTES = 2**30  # of a file; files are written side by side
+FRAME_BYTES = 2048
+PAGE = 4096  # tensors begin on pages, which the operating system copies whole
 
 
 @dataclass(frozen=True)
 class Piece:
     """Rows of one HF tensor."""
 
-    name: str  # Megatron's
     hf_name: str
     first: int
     rows: int
@@ -25,71 +29,65 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a key's tensor, and what fills it."""
+    """A box of a key's tensor, what fills it, and where it goes."""
 
     key: str
     size: tuple[int, ...]  # of the key's whole tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    number: int  # among the chunks of the key
-    dtype: torch.dtype
-    piece: Piece
+    dtype: Dtype
+    pieces: tuple[Piece, ...]  # one below the other
+    file: str
+    start: int  # of its bytes in the file
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.bytes
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Bytes [start, start + length) of a data file hold a chunk, or an object."""
-
-    key: str
-    offsets: Optional[tuple[int, ...]]  # None: an object
-    number: Optional[int]
-    file: str
-    start: int
-    length: int
-
-
-def plan_units(mapping: ModelMapping, dtypes: Mapping[str, torch.dtype]) -> list[list[Chunk]]:
-    """All chunks of a model's checkpoint, in units of about `UNIT_BYTES`.
+def plan_units(mapping: ModelMapping, dtypes: Mapping[str, Dtype]) -> list[list[Chunk]]:
+    """All chunks of a model's checkpoint, those of one file together and in order.
 
     Args:
         dtypes: of the Megatron parameters by their global names.
     """
     units: list[list[Chunk]] = [[]]
-    room = UNIT_BYTES
-    counts: Counter[str] = Counter()
+    end = 0
     for name in mapping.megatron_names():
-        start = 0  # row of the Megatron parameter
-        for piece in _pieces(name, mapping, dtypes[name]):
-            if room <= 0:
-                units.append([])
-                room = UNIT_BYTES
-            for chunk in _chunks(piece, start, mapping, dtypes[name], counts):
+        place, dtype = place_of(name, mapping), dtypes[name]
+        shape = mapping.entry(name).rule.megatron_shape(mapping.spec)
+        for row, pieces in _cuts(name, mapping, dtype):
+            offsets = (*place.index, row, *[0] * (len(shape) - 1))
+            sizes = (*[1] * len(place.index), sum(piece.rows for piece in pieces), *shape[1:])
+            for key in dict.fromkeys((place.key, local_spec_key(place.key))):  # either layer spec may file it under its own
+                if end >= UNIT_BYTES:
+                    units.append([])
+                    end = 0
+                start = -(-(end + 2 * FRAME_BYTES) // PAGE) * PAGE
+                file = f"__{len(units) - 1}_0.distcp"
+                chunk = Chunk(key, (*place.leading, *shape), offsets, sizes, dtype, pieces, file, start)
                 units[-1].append(chunk)
-                room -= chunk.bytes
-            start += piece.rows
+                end = chunk.end
     return units
 
 
-def _pieces(name: str, mapping: ModelMapping, dtype: torch.dtype) -> Iterator[Piece]:
+def _cuts(name: str, mapping: ModelMapping, dtype: Dtype) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """The rows of a Megatron parameter, cut to `CHUNK_BYTES`: the first row of each cut, and its pieces."""
     entry, spec = mapping.entry(name), mapping.spec
-    row_bytes = torch.Size(entry.rule.megatron_shape(spec)[1:]).numel() * dtype.itemsize
+    row_bytes = math.prod(entry.rule.megatron_shape(spec)[1:]) * dtype.bytes
     most = max(1, CHUNK_BYTES // row_bytes)
-    for number, start, rows in entry.rule.bands(spec):
-        for first in range(start, start + rows, most):
-            yield Piece(name, entry.hf[number], first, min(most, start + rows - first))
-
-
-def _chunks(piece: Piece, start: int, mapping: ModelMapping, dtype: torch.dtype, counts: Counter) -> Iterator[Chunk]:
-    """The chunk of a piece under each key that either layer spec files it under."""
-    place = place_of(piece.name, mapping)
-    shape = mapping.entry(piece.name).rule.megatron_shape(mapping.spec)
-    size = (*place.leading, *shape)
-    offsets = (*place.index, start, *[0] * (len(shape) - 1))
-    sizes = (*[1] * len(place.index), piece.rows, *shape[1:])
-    for key in dict.fromkeys((place.key, local_spec_key(place.key))):
-        yield Chunk(key, size, offsets, sizes, counts[key], dtype, piece)
-        counts[key] += 1
+    row, held, pieces = 0, 0, []
+    for number, first, rows in entry.rule.bands(spec):
+        while rows:
+            taken = min(rows, most - held)
+            pieces.append(Piece(entry.hf[number], first, taken))
+            first, rows, held = first + taken, rows - taken, held + taken
+            if held == most:
+                yield row, tuple(pieces)
+                row, held, pieces = row + held, 0, []
+    if pieces:
+        yield row, tuple(pieces)

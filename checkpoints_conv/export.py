@@ -20,6 +20,7 @@ from checkpoints_conv.live import LiveParameter, live_parameters
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.tensors import block_of, dtype_of, hf_tensors
 
 
 def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +43,7 @@ def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, 
         if live.expert:
             yield from _experts(live, shards, mapping)
         else:
-            yield from mapping.to_hf(live.name, shards)
+            yield from hf_tensors(mapping, live.name, shards)
 
 
 def export_hf_folder(
@@ -87,7 +88,7 @@ def stage_entries(model_chunks: list, spec: ModelSpec) -> list[TensorEntry]:
     mapping = ModelMapping(spec)
     shapes = mapping.hf_shapes()
     return [
-        TensorEntry(hf_name, shapes[hf_name], live.parameter.dtype)
+        TensorEntry(hf_name, shapes[hf_name], dtype_of(live.parameter))
         for live in live_parameters(model_chunks, mapping)
         if not live.tied_copy
         for name in _published(live, mapping)
@@ -107,7 +108,7 @@ def _write_stage(tensors: Iterator[tuple[str, Tensor]], shards: list[list[Tensor
         writer = SafetensorsWriter(file, shard)
         for _ in shard:
             name, tensor = next(tensors)
-            writer.write(name, [tensor.cpu()])
+            writer.write(name, [block_of(tensor.cpu())])
         writer.close()
 
 
@@ -117,7 +118,7 @@ def _experts(live: LiveParameter, shards: list[Tensor], mapping: ModelMapping) -
     names = _published(live, mapping)
     gathered = [_all_gather(shard, len(names), group) for shard in shards]  # [tensor rank][expert rank]
     for rank, name in enumerate(names):
-        yield from mapping.to_hf(name, [shard[rank] for shard in gathered])
+        yield from hf_tensors(mapping, name, [shard[rank] for shard in gathered])
 
 
 def _published(live: LiveParameter, mapping: ModelMapping) -> list[str]:

@@ -1,18 +1,21 @@
 """Hugging Face folders: config, and tensors of (sharded) safetensors read lazily."""
 
+from __future__ import annotations
+
 import json
-import pickle
 from pathlib import Path
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from checkpoints_conv.blocks import Block, FileMaps
+from checkpoints_conv.dtypes import NAMES, Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.file_maps import FileMaps
 from checkpoints_conv.mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
-from checkpoints_conv.safetensors_file import DTYPES, data_offsets
+from checkpoints_conv.safetensors_file import read_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,9 +67,9 @@ class HfFolder:
         self.folder = Path(folder)
         self.file_of: dict[str, str] = {}  # tensor -> shard
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, Dtype] = {}
         self.maps = FileMaps()
-        self._get: dict[str, Callable[[str], Tensor]] = {}
+        self._block: dict[str, Callable[[str], Block]] = {}  # by shard
         pickled = not any((self.folder / name).is_file() for name in (WEIGHTS, INDEX))
         if pickled and not allow_pickle:
             found = [name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if (self.folder / name).is_file()]
@@ -87,15 +90,26 @@ class HfFolder:
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, backed by the mapped file: its pages are read on use and are not anonymous memory.
+    def block(self, name: str) -> Block:
+        """All rows of a tensor, without reading them.
 
         Raises:
             ConversionError: no such tensor.
         """
         if name not in self.file_of:
             raise ConversionError(f"{self.folder} has no tensor {name!r}")
-        return self._get[self.file_of[name]](name)
+        return self._block[self.file_of[name]](name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, backed by the mapped file: its pages are read on use and are not anonymous memory.
+
+        Raises:
+            ConversionError: no such tensor.
+            OSError: its file cannot be read, or is shorter than it was.
+        """
+        from checkpoints_conv.tensors import view
+
+        return view(self.block(name), self.maps)
 
     def check(self, mapping: ModelMapping) -> None:
         """Compare the tensors with what the config asks for.
@@ -107,8 +121,7 @@ class HfFolder:
         """
         mapping.check_hf(self.shapes)
         stored_twice = mapping.spec.tied and OUTPUT_HF in self
-        same_shape = stored_twice and self.shapes[OUTPUT_HF] == self.shapes[EMBEDDING_HF]
-        if stored_twice and not (same_shape and torch.equal(self.tensor(OUTPUT_HF), self.tensor(EMBEDDING_HF))):
+        if stored_twice and not self.maps.same(self.block(OUTPUT_HF), self.block(EMBEDDING_HF)):
             raise ConversionError(
                 f"{self.folder}: config.json says tie_word_embeddings, but {OUTPUT_HF} differs from {EMBEDDING_HF}"
             )
@@ -128,38 +141,35 @@ class HfFolder:
     def _add_safetensors(self, shard: str) -> None:
         path = self.folder / shard
         try:
-            handle = safe_open(path, "pt")
+            handle = safe_open(path, "np")  # only its header is read
         except SafetensorError as error:
             raise ConversionError(f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}") from error
-        offsets = data_offsets(path)
-        self._get[shard] = lambda name: self.maps.tensor(path, self.dtypes[name], self.shapes[name], offsets[name])
         for name in handle.keys():
             info = handle.get_slice(name)
-            self._add(shard, name, info.get_shape(), DTYPES.get(info.get_dtype(), info.get_dtype()))
+            self._add(shard, name, info.get_shape(), info.get_dtype())
+        self._block[shard] = read_blocks(path, self.shapes, self.dtypes).__getitem__
 
     def _add_pickled(self, shard: str) -> None:
-        path = self.folder / shard
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise ConversionError(f"{path} is damaged, or holds more than tensors: {error}") from error
-        if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-            raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
-        self._get[shard] = tensors.__getitem__
-        for name, tensor in tensors.items():
-            self._add(shard, name, tensor.shape, tensor.dtype)
+        from checkpoints_conv.pickled import load_pickled
+        from checkpoints_conv.tensors import block_of
 
-    def _add(self, shard: str, name: str, shape, dtype) -> None:
+        tensors = load_pickled(self.folder / shard)
+        for name, tensor in tensors.items():
+            self._add(shard, name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        self._block[shard] = lambda name: block_of(tensors[name])
+
+    def _add(self, shard: str, name: str, shape, dtype: str) -> None:
         if name in self.file_of:
             raise ConversionError(f"{self.folder}: tensor {name!r} is in both {self.file_of[name]!r} and {shard!r}")
-        if dtype not in DTYPES.values():
+        known = [each for each in Dtype if dtype in (each.name, each.value)]
+        if not known:
             raise ConversionError(
-                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {', '.join(DTYPES)} are converted, "
+                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, "
                 "quantised weights are not"
             )
         self.file_of[name] = shard
         self.shapes[name] = tuple(shape)
-        self.dtypes[name] = dtype
+        (self.dtypes[name],) = known
 
     def _check_index(self, index: dict[str, str], index_name: str) -> None:
         for name in sorted(index.keys() | self.file_of.keys()):

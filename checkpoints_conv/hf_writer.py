@@ -5,10 +5,9 @@ import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Iterable, Optional, Sequence
 
-import torch
-
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
 from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 
@@ -59,7 +58,7 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_side_files(source: Path, target: Path, dtype: "torch.dtype | None" = None) -> None:
+def copy_side_files(source: Path, target: Path, dtype: Optional[Dtype] = None) -> None:
     """Copy config, generation config, tokenizer and chat template.
 
     Args:
@@ -72,9 +71,8 @@ def copy_side_files(source: Path, target: Path, dtype: "torch.dtype | None" = No
         return
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key, name) != name:
-        text = json.dumps({**config, key: name}, indent=2, ensure_ascii=False) + "\n"
+    if config.get(key, dtype.value) != dtype.value:
+        text = json.dumps({**config, key: dtype.value}, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from checkpoints_conv.hf_folder import HfFolder
 from checkpoints_conv.live import LiveParameter, live_parameters
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.tensors import megatron_shard
 
 
 def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -> None:
@@ -79,7 +80,7 @@ def _set(live: LiveParameter, folder: HfFolder, mapping: ModelMapping) -> None:
     tensors = live.tensor_group
     shape = live.parameter.shape
     padded_vocab = shape[0] * tensors.size if mapping.entry(live.name).rule.vocab else None
-    shard = mapping.to_megatron(live.name, folder.tensor, tensors.rank, tensors.size, padded_vocab)
+    shard = megatron_shard(mapping, live.name, folder.tensor, tensors.rank, tensors.size, padded_vocab)
     if shard.shape != shape:
         raise ConversionError(
             f"{live.name} of the model is {list(shape)} on tensor-parallel rank {tensors.rank} of {tensors.size}, "

@@ -1,4 +1,4 @@
-"""`ModelMapping`: names and tensors of one model on both sides, expanded from its family's table.
+"""`ModelMapping`: names and shapes of one model on both sides, expanded from its family's table.
 
 Megatron names here are *global* (layer and expert numbers count over all pipeline and expert-parallel ranks) and are
 those of the Transformer Engine layer spec; `canonical_name` brings a live module's name to that form.
@@ -6,10 +6,7 @@ those of the Transformer Engine layer spec; `canonical_name` brings a live modul
 
 import re
 from dataclasses import dataclass
-from typing import Callable, Iterator, Mapping, Optional, Sequence
-
-import torch
-from torch import Tensor
+from typing import Iterator, Mapping, Sequence
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES
@@ -62,66 +59,6 @@ class ModelMapping:
             raise ConversionError(f"{self.spec.architecture} has no Megatron parameter {name!r}")
         return self.entries[name]
 
-    def to_megatron(
-        self,
-        name: str,
-        get_hf: Callable[[str], Tensor],
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        padded_vocab: Optional[int] = None,
-    ) -> Tensor:
-        """One tensor-parallel shard of a Megatron parameter.
-
-        Args:
-            name: global Megatron name.
-            get_hf: returns a whole HF tensor by name.
-            padded_vocab: rows of the whole embedding, over all ranks; default: `spec.padded_vocab(tp_size)`.
-
-        Returns:
-            The shard; it may share memory with what `get_hf` returned.
-
-        Raises:
-            ConversionError: an HF tensor has another shape than the config says, or cannot be cut in `tp_size`.
-        """
-        entry = self.entry(name)
-        pieces = []
-        for hf_name, shape in zip(entry.hf, entry.rule.shapes(self.spec), strict=True):
-            tensor = get_hf(hf_name)
-            if tuple(tensor.shape) != shape:
-                raise ConversionError(_wrong_shape(hf_name, tuple(tensor.shape), shape))
-            if entry.rule.vocab:
-                tensor = _pad_rows(tensor, padded_vocab or self.spec.padded_vocab(tp_size))
-            if entry.rule.tp_dim is not None:
-                tensor = _cut(tensor, entry.rule.tp_dim, tp_rank, tp_size, hf_name)
-            pieces.append(tensor)
-        return entry.rule.merge(pieces, self.spec)
-
-    def to_hf(self, name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """The HF tensors of a Megatron parameter.
-
-        Args:
-            name: global Megatron name.
-            shards: the parameter's shards in tensor-parallel order (one shard: the whole parameter).
-
-        Returns:
-            (HF name, tensor) pairs; vocabulary padding is cut off.
-
-        Raises:
-            ConversionError: the result has another shape than the config says.
-        """
-        entry = self.entry(name)
-        dim = entry.rule.tp_dim
-        split = [entry.rule.split(shard, self.spec) for shard in (shards if dim is not None else shards[:1])]
-        result = []
-        for hf_name, shape, pieces in zip(entry.hf, entry.rule.shapes(self.spec), zip(*split), strict=True):
-            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
-            if entry.rule.vocab:
-                tensor = tensor[: self.spec.vocab]
-            if tuple(tensor.shape) != shape:
-                raise ConversionError(f"{name}: {_wrong_shape(hf_name, tuple(tensor.shape), shape)}")
-            result.append((hf_name, tensor))
-        return result
-
     def check_hf(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare a checkpoint's tensors with what its config asks for.
 
@@ -142,7 +79,7 @@ class ModelMapping:
         if unknown:
             faults.append(f"unknown: {_some(unknown)}")
         wrong = [
-            _wrong_shape(name, tuple(shapes[name]), shape)
+            wrong_shape(name, tuple(shapes[name]), shape)
             for name, shape in expected.items()
             if name in shapes and tuple(shapes[name]) != shape
         ]
@@ -185,22 +122,8 @@ def _expand(spec: ModelSpec) -> Iterator[tuple[str, Entry]]:
         yield OUTPUT.megatron, Entry(OUTPUT, OUTPUT.hf)
 
 
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    if rows < tensor.shape[0]:
-        raise ConversionError(f"a padded vocabulary of {rows} is smaller than the vocabulary {tensor.shape[0]}")
-    if rows == tensor.shape[0]:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
-
-
-def _cut(tensor: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
-    if tensor.shape[dim] % size:
-        raise ConversionError(f"{name}: dimension {dim} of {tuple(tensor.shape)} cannot be cut in {size} equal pieces")
-    length = tensor.shape[dim] // size
-    return tensor.narrow(dim, rank * length, length)
-
-
-def _wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """What to say of an HF tensor whose shape contradicts the config."""
     return f"{name} is {list(got)}, the config asks for {list(expected)}"
 
 

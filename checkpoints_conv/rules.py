@@ -1,15 +1,12 @@
 """How one Megatron parameter is made of Hugging Face tensors: the vocabulary that a family's table is written in.
 
 A rule names one Megatron parameter and its HF tensors.  All of them obey one law: cut every HF tensor along the rule's
-tensor-parallel dimension, `merge` the r-th pieces, and the result is rank r's shard of the Megatron parameter; `split`
-undoes `merge`.  So a rule never sees the layout, and gate/up are cut separately by construction.
+tensor-parallel dimension, merge the r-th pieces group by group, and the result is rank r's shard of the Megatron parameter
+(`tensors.merge`).  So a rule never sees the layout, and gate/up are cut separately by construction.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Optional, Sequence
-
-import torch
-from torch import Tensor
+from typing import ClassVar, Optional
 
 from checkpoints_conv.spec import ModelSpec
 
@@ -38,20 +35,18 @@ class Rule:
         shapes = self.shapes(spec)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    def groups(self, spec: ModelSpec) -> int:
+        """The whole Megatron parameter is this many groups, one below the other, each with the same rows of every HF tensor."""
+        return 1
+
     def bands(self, spec: ModelSpec) -> list[tuple[int, int, int]]:
         """The whole Megatron parameter as rows of HF tensors, one band below the other: (HF tensor, first row, rows).
 
         The bands of one HF tensor are in the order of its rows.
         """
-        return [(number, 0, shape[0]) for number, shape in enumerate(self.shapes(spec))]
-
-    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        """HF tensors, or their r-th pieces, to the Megatron parameter or its r-th shard."""
-        return parts[0]
-
-    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        """The inverse of `merge`."""
-        return [tensor]
+        groups = self.groups(spec)
+        rows = [shape[0] // groups for shape in self.shapes(spec)]
+        return [(number, group * of, of) for group in range(groups) for number, of in enumerate(rows)]
 
 
 @dataclass(frozen=True)
@@ -87,29 +82,10 @@ class QKV(Column):
     Each group holds heads / kv_groups query heads, then its key head, then its value head.
     """
 
-    def bands(self, spec: ModelSpec) -> list[tuple[int, int, int]]:
-        rows = (spec.q_size // spec.kv_groups, spec.head_dim, spec.head_dim)
-        return [(number, group * of, of) for group in range(spec.kv_groups) for number, of in enumerate(rows)]
-
-    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        groups = parts[1].shape[0] // spec.head_dim
-        rest = parts[0].shape[1:]
-        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
-
-    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        queries = spec.q_size // spec.kv_groups
-        rest = tensor.shape[1:]
-        grouped = tensor.reshape(-1, queries + 2 * spec.head_dim, *rest)
-        parts = grouped.split([queries, spec.head_dim, spec.head_dim], dim=1)
-        return [part.reshape(-1, *rest) for part in parts]
+    def groups(self, spec: ModelSpec) -> int:
+        return spec.kv_groups
 
 
 @dataclass(frozen=True)
 class GateUp(Column):
     """Gate projection above up projection; each is cut on its own, so every rank holds its [gate; up]."""
-
-    def merge(self, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(parts))
-
-    def split(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return list(tensor.chunk(2))

@@ -3,19 +3,17 @@
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 
-import torch
-from torch import Tensor
-
+from checkpoints_conv.blocks import Block
 from checkpoints_conv.dist_keys import HF_FILES
 from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.file_maps import FileMaps
 from checkpoints_conv.hf_folder import read_config
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
 from checkpoints_conv.progress import byte_progress, run_parallel
-from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry, cast, data_offsets, file_bytes
+from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
 from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
 
 
@@ -23,7 +21,7 @@ def to_hf(
     megatron: Path,
     out: Path,
     hf_files: Optional[Path] = None,
-    dtype: Optional[torch.dtype] = None,
+    dtype: Optional[Dtype] = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Convert a Megatron distributed checkpoint, of this converter or of a training run in any layout.
@@ -63,13 +61,7 @@ def to_hf(
         shards = plan_shards(entries, max_shard_bytes)
         files = [beside / name for name in shard_names(len(shards))]
 
-        def write_shard(number: int) -> None:
-            if not _is_whole(files[number], shards[number], reader, dtype):
-                _write_shard(files[number], shards[number], reader, dtype, advance)
-            else:
-                advance(sum(entry.bytes for entry in shards[number]))
-
-        run_parallel(write_shard, range(len(shards)))
+        run_parallel(lambda number: _write_shard(files[number], shards[number], reader, dtype, advance), range(len(shards)))
         write_index(beside, shards)
         copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
         check_unchanged(megatron, job["files"])
@@ -91,41 +83,33 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     return side
 
 
-def _is_whole(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[torch.dtype]) -> bool:
-    """Whether an interrupted run wrote this shard, and every byte of it has reached the disk: a power failure may undo some."""
-    if not file.is_file() or file.stat().st_size != file_bytes(shard):
-        return False
-    maps, entries = FileMaps(), {entry.name: entry for entry in shard}
-    try:
-        offsets = data_offsets(file)
-        for name, blocks in _tensors(shard, reader, dtype):
-            found = maps.tensor(file, entries[name].dtype, entries[name].shape, offsets[name])
-            if not all(map(torch.equal, found.split([len(block) for block in blocks]), blocks)):
-                return False
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its header is damaged
-        return False
-    return True
-
-
-def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[torch.dtype]) -> Iterator[tuple[str, list[Tensor]]]:
+def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[tuple[str, list[Block]]]:
     """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors lie in two shards is read for each."""
     wanted = {entry.name for entry in shard}
     for name, entry in reader.mapping.entries.items():
         if not wanted.isdisjoint(entry.hf):
             for hf_name, blocks in reader.read(name):
                 if hf_name in wanted:
-                    yield hf_name, blocks if dtype is None else [cast(hf_name, block, dtype) for block in blocks]
+                    yield hf_name, [_in_dtype(hf_name, block, dtype, reader) for block in blocks]
+
+
+def _in_dtype(name: str, block: Block, dtype: Optional[Dtype], reader: DistReader) -> Block:
+    if dtype in (None, block.dtype):
+        return block
+    from checkpoints_conv.tensors import cast
+
+    return cast(name, block, dtype, reader.maps)
 
 
 def _write_shard(
     file: Path,
     shard: list[TensorEntry],
     reader: DistReader,
-    dtype: Optional[torch.dtype],
+    dtype: Optional[Dtype],
     advance: Callable[[int], None],
 ) -> None:
     writer = SafetensorsWriter(file, shard, reader.maps)
     for name, blocks in _tensors(shard, reader, dtype):
         writer.write(name, blocks)
-        advance(sum(block.nbytes for block in blocks))
+        advance(sum(block.bytes for block in blocks))
     writer.close()

@@ -1,13 +1,13 @@
 """A Hugging Face folder to a Megatron distributed checkpoint, streaming."""
 
 import json
+import math
 from pathlib import Path
 from typing import Optional
 
-import torch
-
 from checkpoints_conv.dist_keys import HF_FILES, place_of
 from checkpoints_conv.dist_writer import DistWriter
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import HfFolder, read_config
@@ -16,7 +16,6 @@ from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
 from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
 
-COMMON = "common.pt"
 # megatron.core.dist_checkpointing.core.CheckpointingConfig; importing Megatron for it would take seconds.
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -26,7 +25,7 @@ FORMAT = {
 }
 
 
-def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_pickle: bool = False) -> None:
+def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle: bool = False) -> None:
     """Convert a Hugging Face folder.
 
     The result loads with `megatron.core.dist_checkpointing.load` under any tensor, pipeline, virtual-pipeline, expert and
@@ -47,13 +46,12 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
     dtypes = dict.fromkeys(mapping.megatron_names(), dtype) if dtype else _stored_dtypes(mapping, folder)
     job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": fingerprint(hf), "dtype": str(dtype)}
     total = sum(
-        torch.Size(entry.rule.megatron_shape(spec)).numel() * dtypes[name].itemsize
+        math.prod(entry.rule.megatron_shape(spec)) * dtypes[name].bytes
         for name, entry in mapping.entries.items()
     )
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
-        DistWriter(beside, mapping, dtypes, folder.tensor, folder.maps, advance).write()
-        torch.save({}, beside / COMMON)
+        DistWriter(beside, mapping, dtypes, folder, advance).write()
         (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)
         copy_side_files(hf, beside / HF_FILES)
@@ -61,7 +59,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[torch.dtype] = None, allow_
         staging.finish()
 
 
-def _stored_dtypes(mapping: ModelMapping, folder: HfFolder) -> dict[str, torch.dtype]:
+def _stored_dtypes(mapping: ModelMapping, folder: HfFolder) -> dict[str, Dtype]:
     """The dtype of every Megatron parameter; one for all that lie under one key of the checkpoint.
 
     Raises:

@@ -12,6 +12,7 @@ from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.forward import logprobs, sample_tokens
 from checkpoints_conv.progress import byte_progress
+from checkpoints_conv.tensors import joined
 
 SHOWN = 20  # differences that are printed
 
@@ -71,11 +72,13 @@ def _tensor_differences(left: Checkpoint, right: Checkpoint, total) -> "Iterator
     for megatron_name in left.mapping.megatron_names():
         if megatron_name not in right.mapping.entries:
             continue
-        theirs = dict(right.tensors(megatron_name))
-        for name, tensor in left.tensors(megatron_name):
+        theirs = dict(right.read(megatron_name))
+        for name, blocks in left.read(megatron_name):
+            tensor = joined(blocks, left.maps)
             digest = _digest(tensor)
             total.update(f"{name} {list(tensor.shape)} {tensor.dtype} {digest}\n".encode())
-            yield _difference(name, tensor, theirs.get(name), digest), tensor.nbytes
+            other = joined(theirs[name], right.maps) if name in theirs else None
+            yield _difference(name, tensor, other, digest), tensor.nbytes
 
 
 def _difference(name: str, ours: Tensor, theirs: Optional[Tensor], digest: str) -> Optional[str]:

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
 from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
+from checkpoints_conv.tensors import block_of, torch_dtype
 
 CONFIGS = Path(__file__).parent / "model_configs"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": Dtype.BF16, "fp32": Dtype.F32}
 BLOCK = 2**24  # random values drawn once; a tensor repeats them from a place of its own
 
 
@@ -27,7 +29,7 @@ def shapes() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
-def make_random_checkpoint(config: dict, out: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> int:
+def make_random_checkpoint(config: dict, out: Path, dtype: Dtype = Dtype.BF16, seed: int = 0) -> int:
     """Write a checkpoint of this config.
 
     Returns:
@@ -40,7 +42,7 @@ def make_random_checkpoint(config: dict, out: Path, dtype: torch.dtype = torch.b
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(BLOCK, generator=generator).mul_(0.02).to(dtype)
+    block = torch.randn(BLOCK, generator=generator).mul_(0.02).to(torch_dtype(dtype))
     with byte_progress(out.name, total) as advance:
         for file, shard in zip(shard_names(len(shards)), shards, strict=True):
             writer = SafetensorsWriter(out / file, shard)
@@ -48,7 +50,7 @@ def make_random_checkpoint(config: dict, out: Path, dtype: torch.dtype = torch.b
                 start = int(torch.randint(BLOCK, (1,), generator=generator))
                 count = torch.Size(entry.shape).numel()
                 rolled = torch.cat([block[start:], block[:start]])
-                writer.write(entry.name, [rolled.repeat(-(-count // BLOCK))[:count].view(entry.shape)])
+                writer.write(entry.name, [block_of(rolled.repeat(-(-count // BLOCK))[:count].view(entry.shape))])
                 advance(entry.bytes)
             writer.close()
     write_index(out, shards)
@@ -66,7 +68,7 @@ def main() -> None:
     config = json.loads((CONFIGS / f"{args.shape}.json").read_text(encoding="utf-8"))
     if args.layers:
         config["num_hidden_layers"] = args.layers
-    config["torch_dtype"] = str(DTYPES[args.dtype]).removeprefix("torch.")
+    config["torch_dtype"] = DTYPES[args.dtype].value
     make_random_checkpoint(config, args.out, DTYPES[args.dtype], args.seed)
 
 

@@ -1,9 +1,9 @@
 """The command: round trips, resuming, atomic results, damaged checkpoints, verify and inspect."""
 
 import fcntl
-import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints_conv import dist_plan, dist_writer
 from checkpoints_conv.__main__ import main
+from checkpoints_conv.blocks import BlockFile
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.hf_folder import HfFolder, read_config
-from checkpoints_conv.hf_writer import shard_names
-from checkpoints_conv.safetensors_file import SafetensorsWriter
 from checkpoints_conv.to_hf import to_hf
 from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv.family_models import VARIANTS, config_json
@@ -68,6 +68,12 @@ def same(a: Path, b: Path) -> bool:
     )
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a checkpoint, without the number that torch gives every archive: it varies where checksums are left out."""
+    files = (path for path in folder.iterdir() if path.is_file() and path.name != ".metadata")
+    return {path.name: re.sub(rb"Z\d{40}PK", b"Z" + b"0" * 40 + b"PK", path.read_bytes()) for path in files}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
 def test_round_trip_is_bit_exact(models, tmp_path, small_units, family, tied, dtype):
@@ -102,9 +108,9 @@ def test_mixed_dtypes_in_one_megatron_tensor_need_a_choice(folder, tmp_path, nam
     shard = folder / HfFolder(folder).file_of[name]
     held = load_file(shard)
     save_file({**held, name: held[name].bfloat16()}, shard, metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=f"{name} is torch.bfloat16.*--dtype"):
+    with pytest.raises(ConversionError, match=f"{name} is bfloat16.*--dtype"):
         to_megatron(folder, tmp_path / "megatron")
-    to_megatron(folder, tmp_path / "megatron", torch.float32)
+    to_megatron(folder, tmp_path / "megatron", Dtype.F32)
     assert run("verify", folder, tmp_path / "megatron") == 1
 
 
@@ -120,96 +126,84 @@ def interrupt_after(patch: pytest.MonkeyPatch, owner, method: str, calls: int) -
         with lock:
             if len(seen) == calls:
                 raise Interrupt
-            seen.append(args)
+            seen.append((self, *args))
         return original(self, *args)
 
     patch.setattr(owner, method, counted)
     return seen
 
 
-@pytest.mark.parametrize("calls", [0, 1, 3])
+def interrupted(convert, monkeypatch: pytest.MonkeyPatch, calls: int) -> list:
+    """Let a conversion copy `calls` blocks, then stop it; returns (file, byte) of each."""
+    with monkeypatch.context() as patch:
+        seen = interrupt_after(patch, BlockFile, "copy", calls)
+        with pytest.raises(Interrupt):
+            convert()
+    return [(Path(file.name).name.removesuffix(".part"), at) for file, _, at in seen]
+
+
+def resumed(convert, monkeypatch: pytest.MonkeyPatch) -> list:
+    """Let a conversion run to its end; returns (file, byte) of each block that it copied."""
+    with monkeypatch.context() as patch:
+        seen = interrupt_after(patch, BlockFile, "copy", 10**6)
+        convert()
+    return [(Path(file.name).name.removesuffix(".part"), at) for file, _, at in seen]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 7, 40])
 def test_to_megatron_goes_on_where_it_stopped(folder, tmp_path, small_units, monkeypatch, calls):
-    out = tmp_path / "megatron"
-    with monkeypatch.context() as patch:
-        first = interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", calls)
-        assert run("to-megatron", "--hf", folder, "--out", out) == 130
-    assert not out.exists()
-    with monkeypatch.context() as patch:
-        second = interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 10**6)
-        to_megatron(folder, out)
-    numbers = [number for number, _ in first + second]
-    assert len(first) == calls and sorted(numbers) == list(range(len(numbers)))  # none is written twice
+    out, whole = tmp_path / "megatron", tmp_path / "whole"
+    every = resumed(lambda: to_megatron(folder, whole), monkeypatch)
+    first = interrupted(lambda: to_megatron(folder, out), monkeypatch, calls)
+    assert len(first) == calls and not out.exists()
+    second = resumed(lambda: to_megatron(folder, out), monkeypatch)
+    assert sorted(first + second) == sorted(every)  # none is copied twice
+    assert contents(out) == contents(whole)
     to_hf(out, tmp_path / "back")
     assert same(folder, tmp_path / "back")
-    assert not [path for path in out.iterdir() if path.suffix in (".written", ".part") or path.name == "conversion.json"]
 
 
-def test_to_hf_goes_on_where_it_stopped(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("calls", [0, 1, 7, 40])
+def test_to_hf_goes_on_where_it_stopped(folder, tmp_path, monkeypatch, calls):
     to_megatron(folder, tmp_path / "megatron")
-    out = tmp_path / "back"
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, SafetensorsWriter, "close", 2)
-        with pytest.raises(Interrupt):
-            to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000)
-    assert not out.exists()
-    with monkeypatch.context() as patch:
-        closed = interrupt_after(patch, SafetensorsWriter, "close", 10**6)
-        to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000)
-    assert len(closed) == len(list(out.glob("*.safetensors"))) - 2
-    assert sorted(path.name for path in out.glob("*.safetensors")) == shard_names(len(closed) + 2)
+    out, whole = tmp_path / "back", tmp_path / "whole"
+    every = resumed(lambda: to_hf(tmp_path / "megatron", whole, max_shard_bytes=100_000), monkeypatch)
+    first = interrupted(lambda: to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000), monkeypatch, calls)
+    assert len(first) == calls and not out.exists()
+    second = resumed(lambda: to_hf(tmp_path / "megatron", out, max_shard_bytes=100_000), monkeypatch)
+    assert sorted(first + second) == sorted(every)
+    assert contents(out) == contents(whole)
     assert same(folder, out)
 
 
-def test_a_unit_that_lost_its_end_is_written_again(folder, tmp_path, small_units, monkeypatch):
-    out = tmp_path / "megatron"
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 2)
-        with pytest.raises(Interrupt):
-            to_megatron(folder, out)
-    os.truncate(tmp_path / "megatron.incomplete" / "__0_0.distcp", 100)
-    to_megatron(folder, out)
-    to_hf(out, tmp_path / "back")
-    assert same(folder, tmp_path / "back")
-
-
-def interrupted(folder, out, monkeypatch) -> Path:
-    """The incomplete folder of a conversion that has finished some units."""
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 3)
-        with pytest.raises(Interrupt):
-            to_megatron(folder, out)
-    return out.with_name(out.name + ".incomplete")
-
-
-@pytest.mark.parametrize("damage", ["zeros", "shifted", "another unit's file"])
-def test_a_unit_whose_bytes_were_lost_is_written_again(folder, tmp_path, small_units, monkeypatch, damage):
-    """A file of full size says nothing: after a power failure its blocks may never have been written."""
-    left = interrupted(folder, tmp_path / "megatron", monkeypatch)
-    file, record = left / "__0_0.distcp", left / "__0.written"
-    entries = json.loads(record.read_text())
+def lose(file: Path, damage: str) -> None:
+    """What a power failure, or a user, does to a file of an interrupted run."""
+    size = file.stat().st_size
     if damage == "zeros":
-        file.write_bytes(bytes(file.stat().st_size))
-    elif damage == "shifted":
-        record.write_text(json.dumps([[*entry[:4], entry[4] + 1, entry[5]] for entry in entries]))
+        file.write_bytes(bytes(size))
+    elif damage == "no end":
+        os.truncate(file, size // 2)
+    elif damage == "longer":
+        with file.open("ab") as end:
+            end.write(b"x" * 100_000)
     else:
-        record.write_text(json.dumps([[*entry[:3], "__1_0.distcp", *entry[4:]] for entry in entries]))
-    to_megatron(folder, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back")
-    assert same(folder, tmp_path / "back")
+        file.write_bytes(file.read_bytes()[1:] + b"x")
 
 
-def test_a_shard_whose_bytes_were_lost_is_written_again(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["zeros", "no end", "longer", "shifted"])
+def test_bytes_that_were_lost_are_written_again(folder, tmp_path, small_units, monkeypatch, damage):
+    """The size of a file says nothing: after a power failure its blocks may never have been written."""
+    interrupted(lambda: to_megatron(folder, tmp_path / "megatron"), monkeypatch, 40)
+    for file in (tmp_path / "megatron.incomplete").glob("*.distcp"):
+        lose(file, damage)
     to_megatron(folder, tmp_path / "megatron")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, SafetensorsWriter, "close", 2)
-        with pytest.raises(Interrupt):
-            to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=100_000)
-    for shard in (tmp_path / "back.incomplete").glob("*.safetensors"):
-        size = shard.stat().st_size
-        os.truncate(shard, size // 2)
-        os.truncate(shard, size)
+    interrupted(lambda: to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=100_000), monkeypatch, 40)
+    for file in (tmp_path / "back.incomplete").glob("*.safetensors*"):
+        lose(file, damage)
     to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=100_000)
     assert same(folder, tmp_path / "back")
+    to_megatron(folder, tmp_path / "whole")
+    assert contents(tmp_path / "megatron") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("changed", ["config.json", "model-00001-of-*.safetensors", "new.txt"])
@@ -245,26 +239,14 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(folder, tmp_path):
     held["model.norm.weight"][0] = 1e6
     save_file(held, shard, metadata={"format": "pt"})
     with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
-        to_megatron(folder, tmp_path / "half", torch.float16)
+        to_megatron(folder, tmp_path / "half", Dtype.F16)
     to_megatron(folder, tmp_path / "megatron")
     with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
-        to_hf(tmp_path / "megatron", tmp_path / "back", dtype=torch.float16)
-
-
-@pytest.mark.parametrize("record", [b"", b"\x80\x04.", b"{}", b"[1]", b"[[1, 2]]", b"[]"])
-def test_a_damaged_record_costs_its_unit(folder, tmp_path, small_units, monkeypatch, record):
-    out = tmp_path / "megatron"
-    (interrupted(folder, out, monkeypatch) / "__0.written").write_bytes(record)
-    to_megatron(folder, out)
-    to_hf(out, tmp_path / "back")
-    assert same(folder, tmp_path / "back")
+        to_hf(tmp_path / "megatron", tmp_path / "back", dtype=Dtype.F16)
 
 
 def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, dist_writer.DistWriter, "_write_chunks", 1)
-        with pytest.raises(Interrupt):
-            to_megatron(folder, tmp_path / "megatron")
+    interrupted(lambda: to_megatron(folder, tmp_path / "megatron"), monkeypatch, 10)
     with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
         to_megatron(models("llama"), tmp_path / "megatron")
 
@@ -324,7 +306,7 @@ def test_a_source_that_turns_out_damaged_leaves_nothing(folder, tmp_path, monkey
     def damaged(self, name):
         raise ConversionError(f"{name} cannot be read")
 
-    monkeypatch.setattr(HfFolder, "tensor", damaged)
+    monkeypatch.setattr(HfFolder, "block", damaged)
     before = sorted(tmp_path.iterdir())
     assert run("to-megatron", "--hf", folder, "--out", tmp_path / "megatron") == 2
     assert sorted(tmp_path.iterdir()) == before
@@ -386,17 +368,18 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
     source = models("llama", True)
     arguments = ["to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]
     script = (
-        "import os, signal, sys\nfrom checkpoints_conv import dist_plan, dist_writer\nfrom checkpoints_conv.__main__ import main\n"
-        "dist_plan.UNIT_BYTES = 50_000\nwrite = dist_writer.DistWriter._write_chunks\n"
-        "def killed(self, number, items):\n"
-        "    if number == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return write(self, number, items)\n"
-        "dist_writer.DistWriter._write_chunks = killed\nmain(sys.argv[1:])"
+        "import os, signal, sys\nfrom checkpoints_conv import blocks, dist_plan\nfrom checkpoints_conv.__main__ import main\n"
+        "dist_plan.UNIT_BYTES, copy, seen = 50_000, blocks.BlockFile.copy, []\n"
+        "def killed(*arguments):\n"
+        "    seen.append(arguments)\n"
+        "    if len(seen) == 40: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return copy(*arguments)\n"
+        "blocks.BlockFile.copy = killed\nmain(sys.argv[1:])"
     )
     process = subprocess.run([sys.executable, "-c", script, *arguments], cwd=repository, capture_output=True, check=False)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "megatron").exists()
-    assert len(list((tmp_path / "megatron.incomplete").glob("__*.written"))) >= 3  # of the four before, one may be under way
+    assert sum(path.stat().st_size for path in (tmp_path / "megatron.incomplete").glob("*.distcp")) > 100_000
     (tmp_path / "megatron.incomplete").rename(tmp_path / "elsewhere.incomplete")
     shutil.copytree(tmp_path / "elsewhere.incomplete", tmp_path / "megatron.incomplete")
     assert run(*arguments) == 0
@@ -455,7 +438,7 @@ class TestDamagedMegatronCheckpoints:
                     stored.properties.dtype = torch.int32
 
         self.change_metadata(megatron, integers)
-        assert "is torch.int32; only F32, F16, BF16 are converted" in self.error(megatron, capsys)
+        assert "is int32; only F32, F16, BF16 are converted" in self.error(megatron, capsys)
 
     def test_metadata_that_says_chunks_are_where_others_lie(self, megatron, capsys):
         def swapped(metadata):

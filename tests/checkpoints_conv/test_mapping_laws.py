@@ -16,6 +16,7 @@ from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES
 from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping, canonical_name
 from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.tensors import hf_tensors, megatron_shard, merge
 from tests.checkpoints_conv.family_models import VARIANTS, family_config, tiny_spec
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -66,8 +67,8 @@ def test_sharding_and_gathering_is_the_identity(case):
     weights = random_weights(mapping)
     seen = set()
     for name in mapping.megatron_names():
-        shards = [mapping.to_megatron(name, weights.__getitem__, rank, tp) for rank in range(tp)]
-        for hf_name, tensor in mapping.to_hf(name, shards):
+        shards = [megatron_shard(mapping, name, weights.__getitem__, rank, tp) for rank in range(tp)]
+        for hf_name, tensor in hf_tensors(mapping, name, shards):
             assert torch.equal(tensor, weights[hf_name])
             assert hf_name not in seen
             seen.add(hf_name)
@@ -89,7 +90,7 @@ def test_qkv_shards_are_whole_query_groups(case):
         rows += [k[group * dim : (group + 1) * dim], v[group * dim : (group + 1) * dim]]
     expected = torch.cat(rows).chunk(tp)
     for rank in range(tp):
-        assert torch.equal(mapping.to_megatron(QKV, weights.__getitem__, rank, tp), expected[rank])
+        assert torch.equal(megatron_shard(mapping, QKV, weights.__getitem__, rank, tp), expected[rank])
 
 
 @given(specs().filter(lambda case: case[0].experts == 0))
@@ -99,10 +100,10 @@ def test_gate_and_up_are_cut_separately(case):
     weights = random_weights(mapping)
     gate, up = (weights[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
     for rank in range(tp):
-        shard = mapping.to_megatron(FC1, weights.__getitem__, rank, tp)
+        shard = megatron_shard(mapping, FC1, weights.__getitem__, rank, tp)
         assert torch.equal(shard, torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
     if tp > 1:  # the silently wrong way: chunks of the concatenation
-        assert not torch.equal(mapping.to_megatron(FC1, weights.__getitem__, 0, tp), torch.cat([gate, up]).chunk(tp)[0])
+        assert not torch.equal(megatron_shard(mapping, FC1, weights.__getitem__, 0, tp), torch.cat([gate, up]).chunk(tp)[0])
 
 
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))
@@ -110,11 +111,11 @@ def test_vocabulary_padding_is_least_zero_and_cut_off_again(vocab, tp):
     spec = replace(tiny_spec(hidden_size=8), vocab=vocab)
     mapping = ModelMapping(spec)
     embedding = torch.ones(vocab, spec.hidden)
-    shards = [mapping.to_megatron(EMBEDDING_NAME, lambda name: embedding, rank, tp) for rank in range(tp)]
+    shards = [megatron_shard(mapping, EMBEDDING_NAME, lambda name: embedding, rank, tp) for rank in range(tp)]
     whole = torch.cat(shards)
     assert len(whole) % (128 * tp) == 0 and 0 <= len(whole) - vocab < 128 * tp
     assert whole[:vocab].eq(1).all() and whole[vocab:].eq(0).all()
-    assert torch.equal(mapping.to_hf(EMBEDDING_NAME, shards)[0][1], embedding)
+    assert torch.equal(hf_tensors(mapping, EMBEDDING_NAME, shards)[0][1], embedding)
 
 
 def test_known_paddings():
@@ -191,9 +192,9 @@ def test_expert_numbers_are_global(local):
 def test_unknown_parameter_and_wrong_shape_are_named():
     mapping = ModelMapping(tiny_spec(hidden_size=8))
     with pytest.raises(ConversionError, match="output_layer.bias"):
-        mapping.to_hf("output_layer.bias", [torch.zeros(3)])
+        hf_tensors(mapping, "output_layer.bias", [torch.zeros(3)])
     with pytest.raises(ConversionError, match=r"model\.norm\.weight is \[9\], the config asks for \[8\]"):
-        mapping.to_hf("decoder.final_layernorm.weight", [torch.zeros(9)])
+        hf_tensors(mapping, "decoder.final_layernorm.weight", [torch.zeros(9)])
 
 
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
@@ -205,6 +206,6 @@ def test_bands_are_the_merged_parameter(family, tied):
         numbered = torch.arange(sum(math.prod(shape) for shape in shapes)).split([math.prod(shape) for shape in shapes])
         parts = [part.view(shape) for part, shape in zip(numbered, shapes)]
         bands = entry.rule.bands(spec)
-        assert torch.equal(torch.cat([parts[number][first:first + rows] for number, first, rows in bands]), entry.rule.merge(parts, spec))
+        assert torch.equal(torch.cat([parts[number][first:first + rows] for number, first, rows in bands]), merge(parts, entry.rule, spec))
         for number, shape in enumerate(shapes):
             assert [row for n, first, rows in bands if n == number for row in range(first, first + rows)] == list(range(shape[0]))
