@@ -6,7 +6,7 @@ One file per unit, as `torch.distributed.checkpoint`'s FileSystemWriter makes of
 import importlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Callable, Iterator, Mapping
 
 from checkpoints_conv.blocks import Block, BlockFile
 from checkpoints_conv.dist_keys import extra_state_keys
@@ -26,29 +26,30 @@ class DistWriter:
         mapping: ModelMapping,
         dtypes: Mapping[str, Dtype],
         source: HfFolder,
-        written: Callable[[int], None],
     ):
         """
         Args:
             dtypes: of the Megatron parameters by their global names.
-            written: called with the bytes of each chunk.
         """
         self.folder = folder
         self.source = source
-        self.written = written
         self.units = plan_units(mapping, dtypes)
         self.objects = list(extra_state_keys(mapping))
 
-    def write(self) -> None:
-        """Write what is not there yet, two files at a time, then the frames around it and the checkpoint's metadata."""
+    def write(self, advance: Callable[[int], None]) -> None:
+        """Write what is not there yet, two files at a time, then the frames around it and the checkpoint's metadata.
+
+        Args:
+            advance: called with the bytes of each chunk, from any thread.
+        """
         with ThreadPoolExecutor(1) as aside:
             # torch and its checkpoint package take two to four seconds; the system copies gigabytes meanwhile.
             archive = aside.submit(importlib.import_module, "checkpoints_conv.dist_archive")
-            run_parallel(self._place, self.units)
+            run_parallel(self._place, self.units, advance)
             archive.result().complete(self.folder, self.units, self.objects)
 
-    def _place(self, unit: list[Chunk]) -> None:
-        """Put the tensors of one file where they belong."""
+    def _place(self, unit: list[Chunk]) -> Iterator[int]:
+        """Put the tensors of one file where they belong; yields the bytes of each chunk."""
         with BlockFile(self.folder / unit[0].file, self.source.maps) as file:
             for chunk in unit:
                 at = chunk.start
@@ -57,7 +58,7 @@ class DistWriter:
                     if not file.holds(block, at):
                         file.copy(block, at)
                     at += block.bytes
-                self.written(chunk.bytes)
+                yield chunk.bytes
 
     def _block(self, piece: Piece, dtype: Dtype) -> Block:
         block = self.source.block(piece.hf_name).rows(piece.first, piece.rows)

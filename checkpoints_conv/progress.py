@@ -1,6 +1,7 @@
 """Long work: a progress bar of bytes with rate and remaining time, and two threads to keep a disk busy."""
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Callable, Iterable, Iterator, TypeVar
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 THREADS = 2
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -30,16 +31,31 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
             raise
 
 
-def run_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`work` on every item, on `THREADS` threads in the items' order; after an error, nothing more is begun.
+def run_parallel(work: Callable[[Item], Iterator[int]], items: Iterable[Item], advance: Callable[[int], None]) -> None:
+    """`work` on every item, on `THREADS` threads in the items' order; after an error or Ctrl-C, each stops at its next step.
 
-    Returns:
-        The results, in order.
+    Args:
+        work: does its work step by step and yields the bytes of each.
+        advance: takes the bytes of a step; called from any thread.
     """
-    with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(work, item) for item in items]
+    stopped = threading.Event()
+
+    def run(item: Item) -> None:
         try:
-            return [future.result() for future in futures]
+            steps = iter(()) if stopped.is_set() else work(item)
+            for done in steps:
+                advance(done)
+                if stopped.is_set():
+                    break
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(run, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            stopped.set()
             raise

@@ -1,5 +1,6 @@
 """A folder that is written under `<name>.incomplete`, can be taken up again, and gets its name when it is complete."""
 
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from checkpoints_conv.errors import ConversionError
 
 JOB = "conversion.json"
 LOCK = "conversion.lock"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Staging:
@@ -97,7 +99,8 @@ def _explained(folder: Path, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = Path(error.filename or folder)
+        # Of a copy from file to file, shutil names the source first.
+        place = Path((error.filename2 if error.errno in FULL else None) or error.filename or folder)
         ours = place == folder or folder in place.parents or place in folder.parents
         raise ConversionError(f"cannot {'write' if ours else 'read'} {place}: {error.strerror or error}{kept}") from error
 

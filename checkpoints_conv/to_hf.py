@@ -1,7 +1,7 @@
 """A Megatron distributed checkpoint to a Hugging Face folder, streaming."""
 
 from pathlib import Path
-from typing import Callable, Iterator, Optional
+from typing import Iterator, Optional
 
 from checkpoints_conv.blocks import Block
 from checkpoints_conv.dist_keys import HF_FILES
@@ -61,7 +61,7 @@ def to_hf(
         shards = plan_shards(entries, max_shard_bytes)
         files = [beside / name for name in shard_names(len(shards))]
 
-        run_parallel(lambda number: _write_shard(files[number], shards[number], reader, dtype, advance), range(len(shards)))
+        run_parallel(lambda job: _write_shard(*job, reader, dtype), zip(files, shards, strict=True), advance)
         write_index(beside, shards)
         copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
         check_unchanged(megatron, job["files"])
@@ -101,15 +101,10 @@ def _in_dtype(name: str, block: Block, dtype: Optional[Dtype], reader: DistReade
     return cast(name, block, dtype, reader.maps)
 
 
-def _write_shard(
-    file: Path,
-    shard: list[TensorEntry],
-    reader: DistReader,
-    dtype: Optional[Dtype],
-    advance: Callable[[int], None],
-) -> None:
+def _write_shard(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[int]:
+    """Write one file; yields the bytes of each tensor."""
     writer = SafetensorsWriter(file, shard, reader.maps)
     for name, blocks in _tensors(shard, reader, dtype):
         writer.write(name, blocks)
-        advance(sum(block.bytes for block in blocks))
+        yield sum(block.bytes for block in blocks)
     writer.close()

@@ -51,7 +51,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle
     )
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
-        DistWriter(beside, mapping, dtypes, folder, advance).write()
+        DistWriter(beside, mapping, dtypes, folder).write(advance)
         (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)
         copy_side_files(hf, beside / HF_FILES)

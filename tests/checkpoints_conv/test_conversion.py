@@ -1,5 +1,6 @@
 """The command: round trips, resuming, atomic results, damaged checkpoints, verify and inspect."""
 
+import errno
 import fcntl
 import os
 import pickle
@@ -210,8 +211,8 @@ def test_bytes_that_were_lost_are_written_again(folder, tmp_path, small_units, m
 def test_a_source_that_changes_meanwhile_gives_no_result(folder, tmp_path, monkeypatch, changed):
     write, path = dist_writer.DistWriter.write, next(folder.glob(changed), folder / changed)
 
-    def changing(self):
-        write(self)
+    def changing(self, advance):
+        write(self, advance)
         with path.open("ab") as file:
             file.write(b" ")
 
@@ -224,9 +225,9 @@ def test_a_source_that_changes_meanwhile_gives_no_result(folder, tmp_path, monke
 def test_a_shard_that_vanishes_meanwhile_is_named_as_what_cannot_be_read(folder, tmp_path, monkeypatch):
     write, shard = dist_writer.DistWriter.write, next(folder.glob("model-00001-of-*.safetensors"))
 
-    def removing(self):
+    def removing(self, advance):
         shard.unlink()
-        write(self)
+        write(self, advance)
 
     monkeypatch.setattr(dist_writer.DistWriter, "write", removing)
     with pytest.raises(ConversionError, match=f"cannot read {shard}"):
@@ -362,6 +363,15 @@ def test_a_full_disk_is_explained_and_leaves_no_result(folder, tmp_path, reposit
     assert "cannot write" in process.stderr and "run the same command again" in process.stderr
     assert not (tmp_path / "out").exists()
     assert run(*arguments) == 0
+
+
+def test_a_disk_that_fills_up_with_the_tokenizer_is_not_laid_on_the_source(folder, tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(ConversionError, match=rf"cannot write {tmp_path}/megatron.incomplete/hf/.*: No space left on device"):
+        to_megatron(folder, tmp_path / "megatron")
 
 
 def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repository):
