@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Callable, Iterator, Mapping
 
 from checkpoints_conv.blocks import Block, BlockFile
+from checkpoints_conv.casting import in_dtype
 from checkpoints_conv.dist_keys import extra_state_keys
 from checkpoints_conv.dist_plan import Chunk, Piece, plan_units
 from checkpoints_conv.dtypes import Dtype
@@ -62,8 +63,4 @@ class DistWriter:
 
     def _block(self, piece: Piece, dtype: Dtype) -> Block:
         block = self.source.block(piece.hf_name).rows(piece.first, piece.rows)
-        if block.dtype is dtype:
-            return block
-        from checkpoints_conv.tensors import cast
-
-        return cast(piece.hf_name, block, dtype, self.source.maps)
+        return in_dtype(piece.hf_name, block, dtype, self.source.maps)

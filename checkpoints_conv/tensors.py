@@ -48,19 +48,6 @@ def block_of(tensor: Tensor) -> MemoryBlock:
     return MemoryBlock(tuple(tensor.shape), dtype_of(tensor), data)
 
 
-def cast(name: str, block: Block, dtype: Dtype, maps: FileMaps) -> Block:
-    """A block in another dtype.
-
-    Raises:
-        ConversionError: a finite value is too large for it.
-    """
-    tensor = view(block, maps)
-    result = tensor.to(torch_dtype(dtype))
-    if dtype is Dtype.F16 and bool((result.isinf() & tensor.isfinite()).any()):
-        raise ConversionError(f"{name} holds values that float16 cannot; its largest is {torch.finfo(result.dtype).max:g}: use another --dtype")
-    return block_of(result)
-
-
 def merge(parts: Sequence[Tensor], rule: Rule, spec: ModelSpec) -> Tensor:
     """HF tensors, or their r-th pieces, to the Megatron parameter or its r-th shard.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Iterator, Optional
 
 from checkpoints_conv.blocks import Block
+from checkpoints_conv.casting import in_dtype
 from checkpoints_conv.dist_keys import HF_FILES
 from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.dtypes import Dtype
@@ -90,15 +91,7 @@ def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype
         if not wanted.isdisjoint(entry.hf):
             for hf_name, blocks in reader.read(name):
                 if hf_name in wanted:
-                    yield hf_name, [_in_dtype(hf_name, block, dtype, reader) for block in blocks]
-
-
-def _in_dtype(name: str, block: Block, dtype: Optional[Dtype], reader: DistReader) -> Block:
-    if dtype in (None, block.dtype):
-        return block
-    from checkpoints_conv.tensors import cast
-
-    return cast(name, block, dtype, reader.maps)
+                    yield hf_name, [in_dtype(hf_name, block, dtype, reader.maps) for block in blocks]
 
 
 def _write_shard(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[int]:

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_conv.blocks import BlockFile, FileBlock, FileMaps, MemoryBlock
+from checkpoints_conv.casting import in_dtype
 from checkpoints_conv.dtypes import Dtype
-from checkpoints_conv.tensors import block_of, cast, joined, view
+from checkpoints_conv.tensors import block_of, joined, view
 
 ROWS, WIDTH = 90, 3001
 SHAPE = (ROWS, WIDTH)
@@ -92,5 +93,5 @@ def test_blocks_are_the_tensors_they_stand_for(tmp_path):
     block = FileBlock((12, 5), Dtype.BF16, path, 4)
     assert torch.equal(view(block, maps), tensor)
     assert torch.equal(joined([block.rows(0, 7), block_of(tensor[7:])], maps), tensor)
-    assert torch.equal(view(cast("name", block, Dtype.F32, maps), maps), tensor.float())
+    assert torch.equal(view(in_dtype("name", block, Dtype.F32, maps), maps), tensor.float())
     assert maps.same(block_of(tensor.T).rows(1, 2), block_of(tensor[:, 1:3].T)) and not maps.same(block, block.rows(0, 11))
