@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 
 from megatron_drmas.environments.bm25_index import Bm25Index, CorpusError, Passage
@@ -53,9 +54,9 @@ def build_app(index: Bm25Index) -> FastAPI:
 
     # A plain function: FastAPI runs it in a thread, so that /health answers during a long batch.
     @app.post("/retrieve")
-    def retrieve(request: RetrieveRequest) -> dict[str, Any]:
+    def retrieve(request: RetrieveRequest) -> JSONResponse:  # plain values already: FastAPI would go through each of them
         queries = [request.query] if request.queries is None else request.queries
-        return {"result": [[shown(p, request.return_scores) for p in index.search(q, request.topk)] for q in queries]}
+        return JSONResponse({"result": [[shown(p, request.return_scores) for p in index.search(q, request.topk)] for q in queries]})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
