@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import io
 import sys
 from pathlib import Path
 from typing import Callable
@@ -18,13 +19,16 @@ DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}
 def main(arguments: "list[str] | None" = None) -> int:
     """Run one command; returns the exit code: 0 done (verify: equal), 1 verify found a difference, 2 an error."""
     args = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII only
     try:
         return args.run(args)
     except ConversionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # of reading: those of writing are explained by `staging`
-        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # of reading, or of standard output: those of writing files are explained by `staging`
+        what = f"read {error.filename}" if error.filename else "write the answer"
+        print(f"error: cannot {what}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Self
 
 from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.errors import ConversionError
 
-COMPARED_BYTES = 2**22  # of a file and a block at a time
+COMPARED_BYTES = 2**22  # of two blocks at a time
+NO_SENDFILE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # some network and overlay file systems
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,51 @@ class Block:
         """Some of its rows."""
         raise NotImplementedError
 
+    def read(self, start: int = 0, count: "int | None" = None) -> "bytearray | memoryview":
+        """Some of its bytes; without arguments, all.
+
+        Raises:
+            OSError: its file cannot be read.
+            ConversionError: its file has become shorter.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class FileBlock(Block):
-    """Rows that lie in a file, from byte `offset` on."""
+    """Rows that lie in a file, from byte `offset` on.  The file is open only while they are read."""
 
     path: Path
     offset: int
 
     def rows(self, first: int, count: int) -> "FileBlock":
         return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + first * self.row_bytes)
+
+    def read(self, start: int = 0, count: "int | None" = None) -> bytearray:
+        with self.path.open("rb", buffering=0) as file:
+            try:
+                return read_exactly(file.fileno(), self.offset + start, self.bytes - start if count is None else count)
+            except EOFError:
+                raise self.shortened() from None
+
+    def mapped(self) -> memoryview:
+        """All its bytes in mapped memory, writable without effect: pages are read on use, and are not anonymous memory.
+
+        Raises:
+            OSError: its file cannot be read.
+            ConversionError: its file has become shorter.
+        """
+        if not self.bytes:
+            return memoryview(bytearray())
+        before = self.offset % mmap.ALLOCATIONGRANULARITY
+        with self.path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < self.offset + self.bytes:
+                raise self.shortened()
+            held = mmap.mmap(file.fileno(), before + self.bytes, access=mmap.ACCESS_COPY, offset=self.offset - before)
+        return memoryview(held)[before:]
+
+    def shortened(self) -> ConversionError:
+        return ConversionError(f"{self.path} is shorter than its tensors; was it changed meanwhile?")
 
 
 @dataclass(frozen=True)
@@ -55,62 +92,33 @@ class MemoryBlock(Block):
         data = self.data[first * self.row_bytes : (first + count) * self.row_bytes]
         return replace(self, shape=(count, *self.shape[1:]), data=data)
 
+    def read(self, start: int = 0, count: "int | None" = None) -> memoryview:
+        return self.data[start : len(self.data) if count is None else start + count]
 
-class FileMaps:
-    """Files opened once each, and mapped into memory where their bytes are looked at.
 
-    Mapped pages are read where they are used, and belong to the file: they are not anonymous memory.
+def read_exactly(descriptor: int, at: int, count: int) -> bytearray:
+    """Bytes [at, at + count) of a file.
+
+    Raises:
+        EOFError: it has fewer.
     """
+    data, done = bytearray(count), 0
+    while done < count:
+        got = os.preadv(descriptor, [memoryview(data)[done:]], at + done)
+        if got == 0:
+            raise EOFError(f"it has {at + done} bytes, {at + count} are needed")
+        done += got
+    return data
 
-    def __init__(self):
-        self._files: dict[Path, io.FileIO] = {}
-        self._buffers: dict[Path, mmap.mmap] = {}
 
-    def file(self, path: Path) -> io.FileIO:
-        """A file, open for reading.
+def same_bytes(a: Block, b: Block) -> bool:
+    """Whether two blocks hold the same bytes.
 
-        Raises:
-            OSError: it cannot be read.
-        """
-        if path not in self._files:
-            self._files.setdefault(path, io.FileIO(path))
-        return self._files[path]
-
-    def buffer(self, path: Path) -> mmap.mmap:
-        """All bytes of a file.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is empty.
-        """
-        if path not in self._buffers:
-            # Private, copy-on-write: torch wants a writable buffer, and nothing is ever written to it.
-            self._buffers.setdefault(path, mmap.mmap(self.file(path).fileno(), 0, access=mmap.ACCESS_COPY))
-        return self._buffers[path]
-
-    def view(self, block: Block) -> memoryview:
-        """The bytes of a block.
-
-        Raises:
-            OSError: its file cannot be read, or is shorter.
-        """
-        if isinstance(block, MemoryBlock):
-            return block.data
-        if os.fstat(self.file(block.path).fileno()).st_size < block.offset + block.bytes:
-            raise OSError(errno.EIO, "the file is shorter than its tensors", str(block.path))
-        return memoryview(self.buffer(block.path))[block.offset : block.offset + block.bytes]
-
-    def same(self, a: Block, b: Block) -> bool:
-        """Whether two blocks hold the same bytes.
-
-        Raises:
-            OSError: see `view`.
-        """
-        left, right = self.view(a), self.view(b)
-        return len(left) == len(right) and all(
-            bytes(left[at : at + COMPARED_BYTES]) == bytes(right[at : at + COMPARED_BYTES])
-            for at in range(0, len(left), COMPARED_BYTES)
-        )
+    Raises:
+        OSError, ConversionError: see `Block.read`.
+    """
+    steps = [(start, min(COMPARED_BYTES, a.bytes - start)) for start in range(0, a.bytes, COMPARED_BYTES)]
+    return a.bytes == b.bytes and all(a.read(*step) == b.read(*step) for step in steps)
 
 
 class BlockFile(io.FileIO):
@@ -119,31 +127,20 @@ class BlockFile(io.FileIO):
     Blocks of files go straight from one file to the other, as with `cp`.
     """
 
-    def __init__(self, path: Path, maps: FileMaps):
-        """
-        Args:
-            maps: where the files of blocks are opened.
-        """
+    def __init__(self, path: Path):
         super().__init__(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
-        self._maps = maps
+        self._path = path
         self._left = os.fstat(self.fileno()).st_size  # bytes that were there before
 
     def holds(self, block: Block, at: int) -> bool:
         """Whether the bytes of a block are at byte `at` of what an earlier run left.
 
         Raises:
-            OSError: see `FileMaps.view`.
+            OSError, ConversionError: see `Block.read`.
         """
-        if at + block.bytes > self._left:
-            return False
-        source = self._maps.view(block)
-        return all(
-            os.pread(self.fileno(), min(COMPARED_BYTES, len(source) - done), at + done)
-            == bytes(source[done : done + COMPARED_BYTES])
-            for done in range(0, len(source), COMPARED_BYTES)
-        )
+        return at + block.bytes <= self._left and same_bytes(block, FileBlock(block.shape, block.dtype, self._path, at))
 
-    def put(self, data: "bytes | memoryview", at: int) -> None:
+    def put(self, data: "bytes | bytearray | memoryview", at: int) -> None:
         """Write all of some bytes to byte `at` of the file, whatever their length."""
         view = memoryview(data)
         while view:
@@ -154,15 +151,24 @@ class BlockFile(io.FileIO):
         """Write a block to byte `at` of the file.
 
         Raises:
-            OSError: as the file system says it; the block's file has been shortened meanwhile.
+            OSError: as the file system says it.
+            ConversionError: the block's file has become shorter.
         """
-        if isinstance(block, MemoryBlock):
-            self.put(block.data, at)
+        if not isinstance(block, FileBlock):
+            self.put(block.read(), at)
             return
-        self.seek(at)
-        source, done = self._maps.file(block.path), 0
-        while done < block.bytes:
-            sent = os.sendfile(self.fileno(), source.fileno(), block.offset + done, block.bytes - done)
-            if sent == 0:
-                raise OSError(errno.EIO, "the file was shortened meanwhile", str(block.path))
-            done += sent
+        with block.path.open("rb", buffering=0) as source:
+            self.seek(at)
+            done = 0
+            while done < block.bytes:
+                try:
+                    sent = os.sendfile(self.fileno(), source.fileno(), block.offset + done, block.bytes - done)
+                except OSError as error:
+                    if error.errno not in NO_SENDFILE:
+                        raise
+                    sent = min(COMPARED_BYTES, block.bytes - done)
+                    self.put(block.read(done, sent), at + done)
+                    self.seek(at + done + sent)
+                if sent == 0:
+                    raise block.shortened()
+                done += sent

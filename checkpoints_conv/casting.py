@@ -1,30 +1,37 @@
 """Blocks in another dtype."""
 
-from typing import Optional
+from typing import Iterator, Optional
 
-from checkpoints_conv.blocks import Block, FileMaps
+from checkpoints_conv.blocks import Block
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
 
-def in_dtype(name: str, block: Block, dtype: Optional[Dtype], maps: FileMaps) -> Block:
-    """A block in a dtype; itself where that is its own, or None.
+CAST_BYTES = 2**26  # read at a time
+
+
+def in_dtype(name: str, block: Block, dtype: Optional[Dtype]) -> Iterator[Block]:
+    """A block in a dtype, some rows at a time; itself where that is its own, or None.
 
     Args:
         name: of its tensor, for the error.
 
     Raises:
-        ConversionError: a finite value is too large for it.
+        OSError, ConversionError: see `Block.read`; a finite value is too large for the dtype.
     """
     if dtype in (None, block.dtype):
-        return block
+        yield block
+        return
     # Where nothing is cast, nothing waits for torch to be imported.
     import torch
 
-    from checkpoints_conv.tensors import block_of, torch_dtype, view
+    from checkpoints_conv.tensors import block_of, tensor_of, torch_dtype
 
-    tensor = view(block, maps)
-    result = tensor.to(torch_dtype(dtype))
-    if dtype is Dtype.F16 and bool((result.isinf() & tensor.isfinite()).any()):
-        raise ConversionError(f"{name} holds values that float16 cannot; its largest is {torch.finfo(result.dtype).max:g}: use another --dtype")
-    return block_of(result)
+    rows = max(1, CAST_BYTES // block.row_bytes) if block.shape else 1
+    for first in range(0, block.shape[0], rows):
+        tensor = tensor_of(block.rows(first, min(rows, block.shape[0] - first)))
+        result = tensor.to(torch_dtype(dtype))
+        if dtype is not Dtype.F32 and bool((result.isinf() & tensor.isfinite()).any()):
+            largest = torch.finfo(result.dtype).max
+            raise ConversionError(f"{name} holds values that {dtype} cannot; its largest is {largest:g}: use another --dtype")
+        yield block_of(result)

@@ -40,7 +40,6 @@ class Checkpoint:
         if self.megatron:
             reader = DistReader(folder, self.mapping)
             self._read = reader.read
-            self.maps = reader.maps
             self.dtypes = {
                 hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
             }
@@ -48,7 +47,6 @@ class Checkpoint:
             source = HfFolder(folder)
             source.check(self.mapping)
             self._read = lambda name: [(hf_name, [source.block(hf_name)]) for hf_name in self.mapping.entry(name).hf]
-            self.maps = source.maps
             self.dtypes = {name: source.dtypes[name] for name in self.shapes}
 
     @property

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoints_conv.blocks import BlockFile, FileMaps
+from checkpoints_conv.blocks import BlockFile
 from checkpoints_conv.dist_plan import FRAME_BYTES, Chunk
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.tensors import torch_dtype
@@ -39,7 +39,7 @@ def complete(folder: Path, units: Sequence[Sequence[Chunk]], objects: Sequence[s
     results = []
     for unit in units:
         end, after = 0, b""  # of the last chunk's bytes, and what follows them
-        with BlockFile(folder / unit[0].file, FileMaps()) as file:
+        with BlockFile(folder / unit[0].file) as file:
             for chunk in unit:
                 before, following = frame(chunk)
                 start = chunk.start - len(before)
@@ -53,8 +53,7 @@ def complete(folder: Path, units: Sequence[Sequence[Chunk]], objects: Sequence[s
             file.put(after, end)
             file.truncate(end + len(after))
     _write_metadata(folder, [chunk for unit in units for chunk in unit], objects, results)
-    with BlockFile(folder / COMMON, FileMaps()) as file:
-        file.put(_saved({}), 0)
+    (folder / COMMON).write_bytes(_saved({}))
 
 
 class _Frame(io.RawIOBase):

@@ -5,71 +5,66 @@ uncompressed.  Finding those bytes spares reading them into memory only to write
 """
 
 import io
-import mmap
+import os
 import pickle
+import struct
 import zipfile
-from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from checkpoints_conv.blocks import Block, FileBlock, FileMaps
+import numpy
+
+from checkpoints_conv import plain_pickle
+from checkpoints_conv.blocks import Block, FileBlock, MemoryBlock, read_exactly
 from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.plain_pickle import Made, Named, Persistent
 
-# What reading a chunk may raise when its bytes, or what the metadata says of them, are not what a checkpoint holds.
-DAMAGE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    MemoryError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-)
+# What reading a chunk may raise when its bytes are not what a checkpoint holds.
+DAMAGE = (ValueError, EOFError, LookupError, TypeError, NotImplementedError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 STORAGES = {"FloatStorage": Dtype.F32, "HalfStorage": Dtype.F16, "BFloat16Storage": Dtype.BF16}
 MOST_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
 
 
-class ChunkFiles:
-    """The data files of one checkpoint folder."""
+def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tuple[int, ...]) -> Block:
+    """The tensor in bytes [offset, offset + length) of a file; a block of that file if its elements lie there one after the other.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self.maps = FileMaps()
-
-    def block(self, file: str, offset: int, length: int) -> Block:
-        """The tensor in bytes [offset, offset + length) of a file; a block of that file if its bytes lie there plainly.
-
-        Raises:
-            any of DAMAGE: missing or damaged.
-        """
-        mapped = self.maps.buffer(self._folder / file)
-        if offset + length > len(mapped):
-            raise EOFError(f"it has {len(mapped)} bytes, {offset + length} are needed")
-        window = _Window(mapped, offset, length)
-        plain = _plain_tensor(window)
-        if plain is not None:
-            dtype, shape, start = plain
-            return FileBlock(shape, dtype, self._folder / file, offset + start)
-        import torch
-
-        from checkpoints_conv.tensors import block_of
-
-        window.seek(0)
-        return block_of(torch.load(window, map_location="cpu", weights_only=True))
+    Raises:
+        any of DAMAGE: damaged, or another tensor.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        window = _Window(file.fileno(), offset, length)
+        entries = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(window).infolist()}
+        if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
+            raise ValueError("its archive is compressed, which torch.save never does")
+        if "byteorder" in entries and _entry(window, entries["byteorder"], 16) != b"little":
+            raise ValueError("its numbers are not little-endian")
+        told = _description(plain_pickle.load(_entry(window, entries["data.pkl"], MOST_DESCRIPTION)))
+        if (told.dtype, told.shape) != (dtype, shape):
+            raise ValueError(f"it holds {told.dtype} {list(told.shape)}, the metadata says {dtype} {list(shape)}")
+        elements = entries["data/0"].file_size // dtype.bytes
+        if told.last >= elements:
+            raise EOFError(f"a tensor of {list(shape)} has a storage of {elements} elements")
+        start = _start(window, entries["data/0"])
+        window.content(start, 0, elements * dtype.bytes)
+        if told.strides == _contiguous(shape):
+            return FileBlock(shape, dtype, path, offset + start + told.first * dtype.bytes)
+        count = told.last + 1 - told.first
+        storage = window.content(start + told.first * dtype.bytes, count * dtype.bytes)
+    elements = numpy.frombuffer(storage, f"V{dtype.bytes}")
+    strides = [stride * dtype.bytes for stride in told.strides]
+    tensor = numpy.ascontiguousarray(numpy.lib.stride_tricks.as_strided(elements, shape, strides, writeable=False))
+    return MemoryBlock(shape, dtype, memoryview(tensor.reshape(-1).view(numpy.uint8)))
 
 
 class _Window(io.RawIOBase):
-    """Bytes [offset, offset + length) of a mapping, as a file."""
+    """Bytes [offset, offset + length) of a file, as a file."""
 
-    def __init__(self, mapped: mmap.mmap, offset: int, length: int):
+    def __init__(self, descriptor: int, offset: int, length: int):
         super().__init__()
-        self._mapped, self._offset, self._length, self._at = mapped, offset, length, 0
+        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -81,48 +76,31 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise ValueError(f"byte {at} is before its beginning")
+        self._at = at
+        return at
 
     def readinto(self, buffer) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
-        start = self._offset + self._at
-        buffer[:count] = self._mapped[start : start + count]
-        self._at += count
-        return count
+        data = os.pread(self._descriptor, count, self._offset + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
-    def content(self, start: int, length: int) -> bytes:
-        """Raises:
-        EOFError: it has fewer bytes.
+    def content(self, start: int, length: int, beyond: int = 0) -> bytearray:
+        """Some of its bytes.
+
+        Args:
+            beyond: bytes after them that must be there too.
+
+        Raises:
+            EOFError: it has fewer.
         """
-        if start + length > self._length:
-            raise EOFError(f"it has {self._length} bytes, {start + length} are needed")
-        return self._mapped[self._offset + start : self._offset + start + length]
-
-
-def _plain_tensor(window: _Window) -> Optional[tuple[Dtype, tuple[int, ...], int]]:
-    """Dtype and shape of the tensor that an archive holds, and where its bytes begin; None: torch must take it apart.
-
-    Raises:
-        any of DAMAGE: no such archive.
-    """
-    entries = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(window).infolist()}
-    if {"data.pkl", "data/0"} - entries.keys() or any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
-        return None
-    if "byteorder" in entries and _entry(window, entries["byteorder"], 16) != b"little":
-        return None
-    described = _Description(io.BytesIO(_entry(window, entries["data.pkl"], MOST_DESCRIPTION))).load()
-    if not isinstance(described, tuple) or len(described) != 4:
-        return None
-    dtype, first, shape, strides = described
-    start = _start(window, entries["data/0"]) + first * dtype.bytes
-    block = FileBlock(shape, dtype, Path(), start)
-    if strides != _contiguous(shape):
-        return None
-    if first * dtype.bytes + block.bytes > entries["data/0"].file_size:
-        raise EOFError(f"a tensor of {list(shape)} has a storage of {entries['data/0'].file_size} bytes")
-    window.content(start + block.bytes, 0)
-    return dtype, shape, start
+        if start + length + beyond > self._length:
+            raise EOFError(f"it has {self._length} bytes, {start + length + beyond} are needed")
+        return read_exactly(self._descriptor, self._offset + start, length)
 
 
 def _start(window: _Window, info: zipfile.ZipInfo) -> int:
@@ -135,7 +113,7 @@ def _entry(window: _Window, info: zipfile.ZipInfo, most: int) -> bytes:
     """The bytes of a stored entry; zipfile would hold them against a checksum that torch may leave out."""
     if info.file_size > most:
         raise ValueError(f"{info.filename} has {info.file_size} bytes")
-    return window.content(_start(window, info), info.file_size)
+    return bytes(window.content(_start(window, info), info.file_size))
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -146,29 +124,35 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class _Description(pickle.Unpickler):
-    """What a tensor's pickle says of it: (dtype, first element, shape, strides); anything else than a plain tensor: another value."""
+@dataclass(frozen=True)
+class _Description:
+    """What a tensor's pickle says of it; strides are in elements, `first` and `last` are of its storage."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _described
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch":
-            return STORAGES.get(name, _other)
-        return _other
+    dtype: Dtype
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
-    def persistent_load(self, identity: Any) -> Optional[Dtype]:
-        kind, dtype, key, *_ = identity
-        return dtype if kind == "storage" and key == "0" else None
+    @property
+    def last(self) -> int:
+        return self.first + sum(stride * (length - 1) for stride, length in zip(self.strides, self.shape, strict=True))
 
 
-def _described(dtype: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Optional[tuple]:
-    numbers = (first, *shape, *strides)
-    if not isinstance(dtype, Dtype) or any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        return None
-    return dtype, first, tuple(shape), tuple(strides)
-
-
-def _other(*_: Any) -> None:
-    return None
+def _description(value: Any) -> _Description:
+    """Raises:
+    ValueError: it is no plain tensor.
+    """
+    if isinstance(value, Made) and value.name == "_rebuild_parameter":
+        value = value.arguments[0]
+    if not isinstance(value, Made) or value.name != "_rebuild_tensor_v2" or any(value.arguments[6:]):  # e.g. a negated view
+        raise ValueError("it holds no plain tensor")
+    storage, first, shape, strides = value.arguments[:4]
+    numbers = [first, *shape, *strides]
+    if any(type(number) is not int or not 0 <= number < 2**40 for number in numbers) or len(shape) != len(strides):
+        raise ValueError("it holds no plain tensor")
+    if not isinstance(storage, Persistent):
+        raise ValueError("it holds a tensor without a storage")
+    kind, dtype, key, *_ = storage.identity
+    if kind != "storage" or key != "0" or not isinstance(dtype, Named) or dtype.name not in STORAGES:
+        raise ValueError("it holds a tensor of another kind than float32, float16 and bfloat16")
+    return _Description(STORAGES[dtype.name], first, tuple(shape), tuple(strides))

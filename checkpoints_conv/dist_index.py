@@ -1,48 +1,15 @@
 """The pickled `.metadata` of a `torch_dist` checkpoint, read without executing or importing anything that it names."""
 
 import pickle
-import re
-from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
+from checkpoints_conv import plain_pickle
 from checkpoints_conv.errors import ConversionError
-
-# What a pickle of checkpoint metadata names; anything else is refused.  Instances become `_Record`s.
-RECORDS = {
-    "torch": {"device"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "pathlib": {"PosixPath"},
-}
-VALUES = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): defaultdict,
-    ("builtins", "set"): set,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
-}
-DTYPE = re.compile(r"^(?:bfloat|complex|float|qint|quint|u?int)\d\w*$|^bool$")
+from checkpoints_conv.plain_pickle import Made, Named
 
 
 @dataclass(frozen=True)
@@ -72,87 +39,79 @@ class StoredTensor:
     dtype: str  # torch's name
     chunks: list[StoredChunk] = field(default_factory=list)
 
+    def by_index(self, dimensions: int) -> dict[tuple[int, ...], list[StoredChunk]]:
+        """The chunks that reach into each index of the first dimensions (layers, experts)."""
+        found: dict[tuple[int, ...], list[StoredChunk]] = {}
+        for chunk in self.chunks:
+            reach = (range(a, min(a + n, most)) for a, n, most in zip(chunk.offsets, chunk.sizes, self.size[:dimensions]))
+            for index in product(*reach):
+                found.setdefault(index, []).append(chunk)
+        return found
+
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by key.
 
     Raises:
-        ConversionError: the file is missing, damaged, or names what no checkpoint metadata needs.
+        ConversionError: the file is missing, damaged, or describes something else.
     """
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        return dict(_tensors(metadata))
+        return dict(_tensors(plain_pickle.load(path.read_bytes())))
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist: the checkpoint is incomplete") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError, MemoryError, OverflowError) as error:
+    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConversionError(f"{path} cannot be read as checkpoint metadata: {error}") from error
 
 
-class _Record:
-    """An instance of one of RECORDS: what it was made from and its state, whatever that means to its class."""
-
-    kind = ""
-    state: Any = None
-
-    def __init__(self, *values: Any):
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.state[name]
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and DTYPE.match(name):
-            return name
-        if (module, name) in VALUES:
-            return VALUES[module, name]
-        if name in RECORDS.get(module, ()):
-            return type(name, (_Record,), {"kind": name})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint metadata needs")
-
-
-def _tensors(metadata: Any):
-    _expect(metadata, "Metadata", "MCoreMetadata")
-    where = {}
-    for index, info in metadata["storage_data"].items():
-        _expect(index, "MetadataIndex")
-        _expect(info, "_StorageInfo")
-        offset = index.state.get("offset")  # what is None is left out
-        if offset is not None:
-            place = Where(info["relative_path"], info["offset"], info["length"], bool(info.state.get("transform_descriptors")))
-            _check(place.start, place.length)
-            if type(place.file) is not str or Path(place.file).name != place.file:
-                raise ValueError(f"it names a data file {place.file!r}, which is none in its folder")
-            where[index["fqn"], offset] = place
-    for key, told in metadata["state_dict_metadata"].items():
-        _expect(told, "TensorStorageMetadata", "BytesStorageMetadata")
-        if told.kind != "TensorStorageMetadata":
+def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
+    told = _state(metadata, "Metadata", "MCoreMetadata")
+    where: dict[tuple[str, tuple[int, ...]], Where] = {}
+    for index, info in told["storage_data"].items():
+        index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        if index.get("offset") is not None:  # of a tensor; what is None may be left out
+            key, file = index["fqn"], info["relative_path"]
+            start, length = _numbers([info["offset"], info["length"]])
+            if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+                raise ValueError("it names a data file that is none in its folder")
+            transformed = bool(info.get("transform_descriptors"))
+            where[_text(key), _numbers(index["offset"])] = Where(file, start, length, transformed)
+    for key, stored in told["state_dict_metadata"].items():
+        if isinstance(stored, Made) and stored.name == "BytesStorageMetadata":
             continue
-        _expect(told["properties"], "TensorProperties")
-        state = told["properties"].state
-        dtype = state["dtype"] if isinstance(state, dict) else state[0]
-        _check(*told["size"])
-        tensor = StoredTensor(told["size"], str(dtype))
-        for chunk in told["chunks"]:
-            _expect(chunk, "ChunkStorageMetadata")
-            offsets, sizes = chunk["offsets"], chunk["sizes"]
-            _check(*offsets, *sizes)
+        stored = _state(stored, "TensorStorageMetadata")
+        properties = stored["properties"]
+        state = properties.state if isinstance(properties.state, dict) else {"dtype": properties.state[0]}
+        if not isinstance(state["dtype"], Named):
+            raise ValueError("a tensor has no dtype")
+        tensor = StoredTensor(_numbers(stored["size"]), state["dtype"].name)
+        for chunk in stored["chunks"]:
+            chunk = _state(chunk, "ChunkStorageMetadata")
+            offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
             if not len(offsets) == len(sizes) == len(tensor.size):
-                raise ValueError(f"{key} is {list(tensor.size)}, and has a chunk of {list(sizes)} at {list(offsets)}")
+                raise ValueError(f"{key} has {len(tensor.size)} dimensions, one of its chunks has another number")
+            if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, tensor.size)):
+                raise ValueError(f"{key} is {list(tensor.size)}, its chunk of {list(sizes)} at {list(offsets)} is not within")
             tensor.chunks.append(StoredChunk(offsets, sizes, where.get((key, offsets))))
-        yield key, tensor
+        yield _text(key), tensor
 
 
-def _expect(value: Any, *kinds: str) -> None:
-    if not isinstance(value, _Record) or value.kind not in kinds:
-        raise ValueError(f"it holds {getattr(value, 'kind', type(value).__name__)} where {' or '.join(kinds)} belongs")
+def _state(value: Any, *names: str) -> dict:
+    if not isinstance(value, Made) or value.name not in names or not isinstance(value.state, dict):
+        found = f"{value.by.module}.{value.name}" if isinstance(value, Made) and value.name else type(value).__name__
+        raise ValueError(f"it holds {found} where {' or '.join(names)} belongs")
+    return value.state
 
 
-def _check(*numbers: Any) -> None:
-    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        raise ValueError(f"it holds {numbers} where numbers from 0 on belong")
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A torch.Size, tuple or list."""
+    if isinstance(value, Made) and value.name == "Size":
+        (value,) = value.arguments
+    if not isinstance(value, (tuple, list)) or any(type(number) is not int or not 0 <= number < 2**62 for number in value):
+        raise ValueError("it holds something else where sizes or offsets belong")
+    return tuple(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a key is no text")
+    return value

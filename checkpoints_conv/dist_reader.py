@@ -9,7 +9,7 @@ from typing import Iterator, Optional
 import numpy
 
 from checkpoints_conv.blocks import Block, MemoryBlock
-from checkpoints_conv.dist_chunks import DAMAGE, ChunkFiles
+from checkpoints_conv.dist_chunks import DAMAGE, stored_block
 from checkpoints_conv.dist_index import StoredChunk, StoredTensor, read_index
 from checkpoints_conv.dist_keys import Place, local_spec_key, place_of
 from checkpoints_conv.dtypes import NAMES, Dtype
@@ -40,12 +40,12 @@ class DistReader:
         if backend != "torch_dist":
             raise ConversionError(f"{self.folder} is of the format {backend!r}; only 'torch_dist' is read")
         self._tensors = read_index(self.folder / ".metadata")
-        self._files = ChunkFiles(self.folder)
-        self.maps = self._files.maps
         self._per_layer = any(re.match(r"^decoder\.layers\.\d+\.", key) for key in self._tensors)
         self.places = {name: self._place(name) for name in mapping.megatron_names()}
         self._check_keys()
         self._check_files()
+        leading = {place.key: len(place.leading) for place in self.places.values()}
+        self._by_index = {key: self._tensors[key].by_index(dimensions) for key, dimensions in leading.items()}
 
     def dtype(self, name: str) -> Dtype:
         """Dtype of a parameter by its global Megatron name."""
@@ -73,19 +73,20 @@ class DistReader:
         wanted = _Box((*place.index, *[0] * len(shape)), (*[1] * len(place.index), *shape))
         parts = [
             (chunk, box)
-            for chunk in self._stored(name).chunks
+            for chunk in self._by_index[place.key].get(place.index, ())
             if (box := wanted.intersection(_Box(chunk.offsets, chunk.sizes))) is not None
         ]
         held = sum(math.prod(box.sizes) for _, box in parts)
         if held != math.prod(shape):
             raise ConversionError(f"{self.folder} holds {held} of {math.prod(shape)} elements of {name!r}")
+        _check_disjoint([box for _, box in parts], f"{self.folder / '.metadata'}: {place.key}")
         rows = len(place.index)  # the dimension of them
         if all(box.sizes[rows + 1 :] == shape[1:] for _, box in parts):
             parts.sort(key=lambda part: part[1].offsets[rows])
             return [self._whole_rows(place.key, chunk, box, rows) for chunk, box in parts]
         target = numpy.empty(wanted.sizes, f"V{dtype.bytes}")
         for chunk, box in parts:
-            data = self._files.maps.view(self._block(place.key, chunk))
+            data = self._block(place.key, chunk).read()
             target[box.within(wanted)] = numpy.frombuffer(data, target.dtype).reshape(chunk.sizes)[box.within(chunk)]
         return [MemoryBlock(shape, dtype, memoryview(target.reshape(-1).view(numpy.uint8)))]
 
@@ -106,13 +107,10 @@ class DistReader:
         if at.transformed:
             raise ConversionError(f"{self.folder / at.file} is compressed or otherwise transformed at {where}; only plain files are read")
         try:
-            block = self._files.block(at.file, at.start, at.length)
+            return stored_block(self.folder / at.file, at.start, at.length, Dtype(self._tensors[key].dtype), chunk.sizes)
         except DAMAGE as error:
             what = str(error).partition("\n")[0]
             raise ConversionError(f"{self.folder / at.file} is damaged at {where}: {what}") from error
-        if (block.dtype.value, block.shape) != (self._tensors[key].dtype, chunk.sizes):
-            raise ConversionError(f"{self.folder / at.file} holds {block.dtype} {list(block.shape)} at {where}, which is not it")
-        return block
 
     def _stored(self, name: str) -> StoredTensor:
         return self._tensors[self.places[name].key]
@@ -176,6 +174,20 @@ class _Box:
         """This box as an index into another that contains it."""
         starts = (mine - theirs for mine, theirs in zip(self.offsets, other.offsets))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
+
+
+def _check_disjoint(boxes: list[_Box], of: str) -> None:
+    """Raises:
+    ConversionError: two boxes share an element.
+    """
+    near: list[_Box] = []  # those that reach below the beginning of the next one
+    dim = next((dim for dim, size in enumerate(boxes[0].sizes) if size > 1), 0) if boxes else 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        near = [other for other in near if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        for other in near:
+            if other.intersection(box):
+                raise ConversionError(f"{of} has overlapping chunks at {list(other.offsets)} and {list(box.offsets)}")
+        near.append(box)
 
 
 def _cut(blocks: list[Block], sizes: list[int]) -> Iterator[list[Block]]:

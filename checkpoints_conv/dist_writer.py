@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Iterator, Mapping
 
-from checkpoints_conv.blocks import Block, BlockFile
+from checkpoints_conv.blocks import BlockFile
 from checkpoints_conv.casting import in_dtype
 from checkpoints_conv.dist_keys import extra_state_keys
-from checkpoints_conv.dist_plan import Chunk, Piece, plan_units
+from checkpoints_conv.dist_plan import Chunk, plan_units
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.hf_folder import HfFolder
 from checkpoints_conv.mapping import ModelMapping
@@ -51,16 +51,13 @@ class DistWriter:
 
     def _place(self, unit: list[Chunk]) -> Iterator[int]:
         """Put the tensors of one file where they belong; yields the bytes of each chunk."""
-        with BlockFile(self.folder / unit[0].file, self.source.maps) as file:
+        with BlockFile(self.folder / unit[0].file) as file:
             for chunk in unit:
                 at = chunk.start
                 for piece in chunk.pieces:
-                    block = self._block(piece, chunk.dtype)
-                    if not file.holds(block, at):
-                        file.copy(block, at)
-                    at += block.bytes
+                    rows = self.source.block(piece.hf_name).rows(piece.first, piece.rows)
+                    for block in in_dtype(piece.hf_name, rows, chunk.dtype):
+                        if not file.holds(block, at):
+                            file.copy(block, at)
+                        at += block.bytes
                 yield chunk.bytes
-
-    def _block(self, piece: Piece, dtype: Dtype) -> Block:
-        block = self.source.block(piece.hf_name).rows(piece.first, piece.rows)
-        return in_dtype(piece.hf_name, block, dtype, self.source.maps)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_conv.blocks import Block, FileMaps
+from checkpoints_conv.blocks import Block, same_bytes
 from checkpoints_conv.dtypes import NAMES, Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict:
         raise ConversionError(f"{path} does not exist")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path} holds no JSON object")
@@ -68,7 +68,6 @@ class HfFolder:
         self.file_of: dict[str, str] = {}  # tensor -> shard
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, Dtype] = {}
-        self.maps = FileMaps()
         self._block: dict[str, Callable[[str], Block]] = {}  # by shard
         pickled = not any((self.folder / name).is_file() for name in (WEIGHTS, INDEX))
         if pickled and not allow_pickle:
@@ -105,11 +104,11 @@ class HfFolder:
 
         Raises:
             ConversionError: no such tensor.
-            OSError: its file cannot be read, or is shorter than it was.
+            OSError, ConversionError: its file cannot be read, or has become shorter.
         """
-        from checkpoints_conv.tensors import view
+        from checkpoints_conv.tensors import mapped_tensor
 
-        return view(self.block(name), self.maps)
+        return mapped_tensor(self.block(name))
 
     def check(self, mapping: ModelMapping) -> None:
         """Compare the tensors with what the config asks for.
@@ -121,7 +120,8 @@ class HfFolder:
         """
         mapping.check_hf(self.shapes)
         stored_twice = mapping.spec.tied and OUTPUT_HF in self
-        if stored_twice and not self.maps.same(self.block(OUTPUT_HF), self.block(EMBEDDING_HF)):
+        same_shape = stored_twice and self.shapes[OUTPUT_HF] == self.shapes[EMBEDDING_HF]
+        if stored_twice and not (same_shape and same_bytes(self.block(OUTPUT_HF), self.block(EMBEDDING_HF))):
             raise ConversionError(
                 f"{self.folder}: config.json says tie_word_embeddings, but {OUTPUT_HF} differs from {EMBEDDING_HF}"
             )

@@ -70,9 +70,9 @@ def copy_side_files(source: Path, target: Path, dtype: Optional[Dtype] = None) -
     if dtype is None:
         return
     config = read_config(target)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key, dtype.value) != dtype.value:
-        text = json.dumps({**config, key: dtype.value}, indent=2, ensure_ascii=False) + "\n"
+    keys = [key for key in ("torch_dtype", "dtype") if key in config]
+    if any(config[key] != dtype.value for key in keys):
+        text = json.dumps(config | dict.fromkeys(keys, dtype.value), indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Pickled weights (pytorch_model.bin), on explicit request."""
 
 import pickle
+import zipfile
 from pathlib import Path
 
 import torch
@@ -13,12 +14,17 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a state dict, mapped into memory; nothing but tensors is unpickled (`weights_only`).
 
     Raises:
-        ConversionError: the file is damaged, or holds more than tensors by name.
+        ConversionError: the file is damaged, or holds more than dense tensors by name.
     """
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ConversionError(f"{path} is damaged, or holds more than tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError:  # torch's text advises to leave weights_only out
+        raise ConversionError(f"{path} holds more than tensors, which is never unpickled") from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ConversionError(f"{path} is truncated or damaged: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensors[name], Tensor) for name in tensors):
         raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
-    return tensors
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise ConversionError(f"{path}: {name!r} is a tensor of layout {tensor.layout} on {tensor.device}; only dense ones are read")
+    return {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}

@@ -10,9 +10,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Optional, Sequence
+from typing import Iterable, Sequence
 
-from checkpoints_conv.blocks import Block, BlockFile, FileBlock, FileMaps
+from checkpoints_conv.blocks import Block, BlockFile, FileBlock
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
@@ -40,15 +40,11 @@ class SafetensorsWriter:
     operating system when the bytes reach the disk; a reader notices a truncated file.
 
     Raises:
-        ConversionError: a tensor that is not of `entries`, or of another shape or dtype; a tensor that was never written.
+        ConversionError: a tensor that is not of `entries`, or of another shape or dtype; one that was never written; `Block.read`.
         OSError: as the file system says it.
     """
 
-    def __init__(self, path: Path, entries: Iterable[TensorEntry], maps: Optional[FileMaps] = None):
-        """
-        Args:
-            maps: the files that the blocks to write may lie in.
-        """
+    def __init__(self, path: Path, entries: Iterable[TensorEntry]):
         self.path = path
         self._beside = path.with_name(path.name + ".part")
         self._entries = {entry.name: entry for entry in entries}
@@ -61,21 +57,24 @@ class SafetensorsWriter:
             self._end += entry.bytes
         if path.is_file():
             os.replace(path, self._beside)
-        self._file = BlockFile(self._beside, maps or FileMaps())
+        self._file = BlockFile(self._beside)
         self._file.put(header, 0)
 
-    def write(self, name: str, blocks: Sequence[Block]) -> None:
+    def write(self, name: str, blocks: Iterable[Block]) -> None:
         """Write one tensor, given as blocks of its rows (a single block: the whole tensor)."""
         entry = self._entries.get(name)
-        rows = sum(block.shape[0] for block in blocks)
-        if entry is None or any((rows, *block.shape[1:], block.dtype) != (*entry.shape, entry.dtype) for block in blocks):
-            shapes = [(list(block.shape), str(block.dtype)) for block in blocks]
-            raise ConversionError(f"{self.path}: {name!r} in blocks {shapes} was not announced, but {entry}")
+        if entry is None:
+            raise ConversionError(f"{self.path}: {name!r} was not announced")
         at = self._offsets[name]
+        end = at + entry.bytes
         for block in blocks:
+            if (block.shape[1:], block.dtype) != (entry.shape[1:], entry.dtype) or at + block.bytes > end:
+                raise ConversionError(f"{self.path}: rows {list(block.shape)} of {block.dtype} are no part of {entry}")
             if not self._file.holds(block, at):
                 self._file.copy(block, at)
             at += block.bytes
+        if at != end:
+            raise ConversionError(f"{self.path}: {entry} came without its last {end - at} bytes")
         self.missing.discard(name)
 
     def close(self) -> None:

@@ -38,12 +38,12 @@ class Staging:
         with _explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
-            written = [path for path in self.folder.iterdir() if path.is_file() and path.name not in (JOB, LOCK)]
+            written = [path for path in self.folder.iterdir() if path.name not in (JOB, LOCK)]
             if written and self._job() != job:
                 raise ConversionError(
                     f"{self.folder} holds an interrupted conversion of another source or with other settings; remove it"
                 )
-            missing = needed_bytes - sum(path.stat().st_size for path in written)
+            missing = needed_bytes - sum(path.stat().st_size for path in written if path.is_file())
             free = shutil.disk_usage(self.folder).free
             if missing > free:
                 if not written:

@@ -5,7 +5,7 @@ from typing import Callable, Optional, Sequence
 import torch
 from torch import Tensor
 
-from checkpoints_conv.blocks import Block, FileBlock, FileMaps, MemoryBlock
+from checkpoints_conv.blocks import Block, FileBlock, MemoryBlock
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.mapping import ModelMapping, wrong_shape
@@ -24,22 +24,36 @@ def dtype_of(tensor: Tensor) -> Dtype:
     return Dtype(str(tensor.dtype).removeprefix("torch."))
 
 
-def view(block: Block, maps: FileMaps) -> Tensor:
-    """A block as a tensor in the same memory, or backed by its mapped file.
+def tensor_of(block: Block) -> Tensor:
+    """A block as a tensor in memory.
 
     Raises:
-        OSError: the file cannot be read, or is shorter.
+        OSError, ConversionError: see `Block.read`.
     """
-    maps.view(block)
-    held, offset = (maps.buffer(block.path), block.offset) if isinstance(block, FileBlock) else (block.data, 0)
-    flat = torch.frombuffer(held, dtype=torch_dtype(block.dtype), count=block.bytes // block.dtype.bytes, offset=offset)
-    return flat.view(block.shape)
+    return _shaped(block.read(), block)
 
 
-def joined(blocks: Sequence[Block], maps: FileMaps) -> Tensor:
-    """Blocks of one tensor's rows as that tensor; a single one as with `view`."""
-    parts = [view(block, maps) for block in blocks]
+def mapped_tensor(block: Block) -> Tensor:
+    """A block as a tensor that is backed by its mapped file, if it lies in one: what is not used is not read.
+
+    Whoever shortens the file while the tensor is in use ends the process.
+
+    Raises:
+        OSError, ConversionError: see `FileBlock.mapped`.
+    """
+    return _shaped(block.mapped() if isinstance(block, FileBlock) else block.read(), block)
+
+
+def joined(blocks: Sequence[Block]) -> Tensor:
+    """Blocks of one tensor's rows as that tensor, in memory."""
+    parts = [tensor_of(block) for block in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _shaped(data: "bytearray | memoryview", block: Block) -> Tensor:
+    if not block.bytes:
+        return torch.empty(block.shape, dtype=torch_dtype(block.dtype))
+    return torch.frombuffer(data, dtype=torch_dtype(block.dtype)).view(block.shape)
 
 
 def block_of(tensor: Tensor) -> MemoryBlock:

@@ -1,7 +1,7 @@
 """A Megatron distributed checkpoint to a Hugging Face folder, streaming."""
 
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 from checkpoints_conv.blocks import Block
 from checkpoints_conv.casting import in_dtype
@@ -38,6 +38,7 @@ def to_hf(
     if not is_dist_checkpoint(megatron):
         instead = "it is a Hugging Face folder" if (megatron / "config.json").is_file() else "it lacks metadata.json or .metadata"
         raise ConversionError(f"{megatron} is no complete Megatron distributed checkpoint: {instead}")
+    files = fingerprint(megatron)
     side = side_files(megatron, hf_files)
     config = read_config(side)
     mapping = ModelMapping(family_of(config).model_spec(config))
@@ -52,7 +53,7 @@ def to_hf(
     job = {
         "operation": "to-hf",
         "source": str(megatron.resolve()),
-        "files": fingerprint(megatron),
+        "files": files,
         "config": config,
         "dtype": str(dtype),
         "shard": max_shard_bytes,
@@ -60,12 +61,12 @@ def to_hf(
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{megatron.name} -> Hugging Face", total) as advance:
         shards = plan_shards(entries, max_shard_bytes)
-        files = [beside / name for name in shard_names(len(shards))]
+        paths = [beside / name for name in shard_names(len(shards))]
 
-        run_parallel(lambda job: _write_shard(*job, reader, dtype), zip(files, shards, strict=True), advance)
+        run_parallel(lambda job: _write_shard(*job, reader, dtype), zip(paths, shards, strict=True), advance)
         write_index(beside, shards)
         copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
-        check_unchanged(megatron, job["files"])
+        check_unchanged(megatron, files)
         staging.finish()
 
 
@@ -84,20 +85,21 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     return side
 
 
-def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[tuple[str, list[Block]]]:
+def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[tuple[str, Iterable[Block]]]:
     """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors lie in two shards is read for each."""
     wanted = {entry.name for entry in shard}
     for name, entry in reader.mapping.entries.items():
         if not wanted.isdisjoint(entry.hf):
             for hf_name, blocks in reader.read(name):
                 if hf_name in wanted:
-                    yield hf_name, [in_dtype(hf_name, block, dtype, reader.maps) for block in blocks]
+                    yield hf_name, (part for block in blocks for part in in_dtype(hf_name, block, dtype))
 
 
 def _write_shard(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[int]:
     """Write one file; yields the bytes of each tensor."""
-    writer = SafetensorsWriter(file, shard, reader.maps)
+    writer = SafetensorsWriter(file, shard)
+    sizes = {entry.name: entry.bytes for entry in shard}
     for name, blocks in _tensors(shard, reader, dtype):
         writer.write(name, blocks)
-        yield sum(block.bytes for block in blocks)
+        yield sizes[name]
     writer.close()

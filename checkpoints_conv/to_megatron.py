@@ -39,12 +39,13 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle
         ConversionError: see `HfFolder`, `ModelMapping.check_hf` and `Staging`.
     """
     config = read_config(hf)
+    files = fingerprint(hf)
     spec = family_of(config).model_spec(config)
     mapping = ModelMapping(spec)
     folder = HfFolder(hf, allow_pickle)
     folder.check(mapping)
     dtypes = dict.fromkeys(mapping.megatron_names(), dtype) if dtype else _stored_dtypes(mapping, folder)
-    job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": fingerprint(hf), "dtype": str(dtype)}
+    job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": files, "dtype": str(dtype)}
     total = sum(
         math.prod(entry.rule.megatron_shape(spec)) * dtypes[name].bytes
         for name, entry in mapping.entries.items()
@@ -55,7 +56,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle
         (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (beside / HF_FILES).mkdir(exist_ok=True)
         copy_side_files(hf, beside / HF_FILES)
-        check_unchanged(hf, job["files"])
+        check_unchanged(hf, files)
         staging.finish()
 
 

@@ -74,10 +74,10 @@ def _tensor_differences(left: Checkpoint, right: Checkpoint, total) -> "Iterator
             continue
         theirs = dict(right.read(megatron_name))
         for name, blocks in left.read(megatron_name):
-            tensor = joined(blocks, left.maps)
+            tensor = joined(blocks)
             digest = _digest(tensor)
             total.update(f"{name} {list(tensor.shape)} {tensor.dtype} {digest}\n".encode())
-            other = joined(theirs[name], right.maps) if name in theirs else None
+            other = joined(theirs[name]) if name in theirs else None
             yield _difference(name, tensor, other, digest), tensor.nbytes
 
 
