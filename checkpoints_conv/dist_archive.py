@@ -34,8 +34,6 @@ def complete(folder: Path, units: Sequence[Sequence[Chunk]], objects: Sequence[s
         units: chunks by the file that they lie in.
         objects: keys of the `_extra_state` objects.
     """
-    # torch.load never looks at checksums, and they take as long as the copy.  The setting is the thread's own.
-    torch.serialization.set_crc32_options(False)
     results = []
     for unit in units:
         end, after = 0, b""  # of the last chunk's bytes, and what follows them
@@ -85,7 +83,12 @@ def frame(chunk: Chunk) -> tuple[bytes, bytes]:
     """
     tensor = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))  # its memory is never touched
     file = _Frame(tensor)
-    torch.save(tensor, file)
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
+    try:
+        torch.save(tensor, file)
+    finally:
+        torch.serialization.set_crc32_options(checksums)
     longest = max(len(file.before), len(file.after))
     if not file.seen or longest > FRAME_BYTES:
         raise ConversionError(f"torch {torch.__version__} saves a tensor with {longest} bytes beside its own, for which {FRAME_BYTES} are kept")

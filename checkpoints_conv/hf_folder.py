@@ -72,7 +72,7 @@ class HfFolder:
         pickled = not any((self.folder / name).is_file() for name in (WEIGHTS, INDEX))
         if pickled and not allow_pickle:
             found = [name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if (self.folder / name).is_file()]
-            remedy = f"; {found[0]} is read only on request (--allow-pickle)" if found else ""
+            remedy = f"; {found[0]} is read only on request (to-megatron --allow-pickle)" if found else ""
             raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}{remedy}")
         whole, index_name = (PICKLED_WEIGHTS, PICKLED_INDEX) if pickled else (WEIGHTS, INDEX)
         if (self.folder / whole).is_file() and (self.folder / index_name).is_file():

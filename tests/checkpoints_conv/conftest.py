@@ -1,8 +1,11 @@
+import shutil
 from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
 
+from checkpoints_conv import dist_plan
+from tests.checkpoints_conv.commands import SIDE
 from tests.checkpoints_conv.family_models import make_model
 from tests.checkpoints_conv.ranks import Ranks
 
@@ -27,3 +30,20 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def folder(models, tmp_path) -> Path:
+    """A copy of the tiny Qwen2 with tokenizer, chat template, and a file that is none of a model's."""
+    copy = Path(shutil.copytree(models("qwen2"), tmp_path / "hf"))
+    for name, text in SIDE.items():
+        (copy / name).write_text(text)
+    (copy / "notes.txt").write_text("mine")
+    return copy
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many units and chunks, so that a tiny model has what a large one has."""
+    monkeypatch.setattr(dist_plan, "UNIT_BYTES", 50_000)
+    monkeypatch.setattr(dist_plan, "CHUNK_BYTES", 10_000)

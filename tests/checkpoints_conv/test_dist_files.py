@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints_conv import dist_chunks, plain_pickle
+from checkpoints_conv import dist_chunks, dist_reader, plain_pickle
 from checkpoints_conv.blocks import FileBlock, MemoryBlock
 from checkpoints_conv.dist_archive import frame
 from checkpoints_conv.dist_chunks import DAMAGE, stored_block
 from checkpoints_conv.dist_index import read_index
 from checkpoints_conv.dist_plan import Chunk, Piece
+from checkpoints_conv.dist_reader import DistReader
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.hf_folder import read_config
+from checkpoints_conv.mapping import ModelMapping
 from checkpoints_conv.tensors import dtype_of, tensor_of, torch_dtype
 from checkpoints_conv.to_megatron import to_megatron
 
@@ -144,6 +148,7 @@ import resource, sys
 from pathlib import Path
 from checkpoints_conv.dist_chunks import DAMAGE, stored_block
 from checkpoints_conv.dist_index import read_index
+from checkpoints_conv.dist_reader import DistReader
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
@@ -213,6 +218,7 @@ def test_bytes_in_their_frame_are_what_torch_loads(shape, dtype):
     tensor = torch.randn(shape).to(torch_dtype(dtype))
     chunk = Chunk("key", shape, (0,) * len(shape), shape, dtype, (Piece("name", 0, shape[0]),), "file", 0)
     before, after = frame(chunk)
+    assert torch.serialization.get_crc32_options()  # of others' files in this process
     loaded = torch.load(io.BytesIO(before + tensor.view(torch.uint8).numpy().tobytes() + after), weights_only=True)
     assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor)
 
@@ -244,3 +250,14 @@ def test_plain_values_are_those_of_pickle():
             assert made.name == "encode" and made.arguments[0] == "y"
             read["a"][6] = value["a"][6]
         assert read == value
+
+
+def test_the_work_of_reading_does_not_grow_with_layers_times_experts(megatron, models, monkeypatch):
+    """Each chunk is looked at for the parameter that it holds, not for every parameter under its key."""
+    config = read_config(models("qwen3_moe"))
+    reader = DistReader(megatron, ModelMapping(family_of(config).model_spec(config)))
+    looked, intersection = [], dist_reader._Box.intersection
+    monkeypatch.setattr(dist_reader._Box, "intersection", lambda *boxes: looked.append(boxes) or intersection(*boxes))
+    for name in reader.mapping.megatron_names():
+        assert all(blocks for _, blocks in reader.read(name))
+    assert len(looked) == len(reader.mapping.megatron_names())

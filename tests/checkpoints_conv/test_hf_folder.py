@@ -160,7 +160,7 @@ def test_two_sets_of_weights(folder):
         HfFolder(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 200_000])
 def test_broken_config(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(ConversionError, match="config.json"):
@@ -194,3 +194,38 @@ class TestPickledWeights:
         with pytest.raises(ConversionError, match="holds more than tensors"):
             HfFolder(pickled, allow_pickle=True)
         assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize(
+        ("value", "match"),
+        [
+            ({1: torch.zeros(3)}, "must hold tensors by name"),
+            ({("a", "b"): torch.zeros(3)}, "must hold tensors by name"),
+            ([torch.zeros(3)], "must hold tensors by name"),
+            ({NORM: torch.zeros(3).to_sparse()}, "only dense ones are read"),
+            ({NORM: torch.zeros(3, device="meta")}, "only dense ones are read"),
+        ],
+    )
+    def test_what_is_no_state_dict_is_refused_in_one_line(self, pickled, value, match):
+        torch.save(value, pickled / "pytorch_model.bin")
+        with pytest.raises(ConversionError, match=match) as error:
+            HfFolder(pickled, allow_pickle=True)
+        assert "\n" not in str(error.value) and "pytorch_model.bin" in str(error.value)
+
+    @pytest.mark.parametrize("left", [0, 7, 5000, -1])
+    def test_truncated(self, pickled, left):
+        file = pickled / "pytorch_model.bin"
+        os.truncate(file, left if left >= 0 else file.stat().st_size - 1)
+        with pytest.raises(ConversionError, match="pytorch_model.bin (is truncated or damaged|holds more than tensors)") as error:
+            HfFolder(pickled, allow_pickle=True)
+        assert "\n" not in str(error.value) and "weights_only=False" not in str(error.value)
+
+    def test_views_and_old_formats_are_their_values(self, pickled, models):
+        original = HfFolder(models("llama"))
+        tensors = {name: original.tensor(name) for name in original.names()}
+        tensors[NORM] = torch.complex(torch.zeros(64), -tensors[NORM]).conj().imag  # a negated view
+        name = next(name for name in tensors if name.endswith("down_proj.weight"))
+        tensors[name] = tensors[name].T.contiguous().T
+        for zipped in (True, False):
+            torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+            ours = HfFolder(pickled, allow_pickle=True)
+            assert all(torch.equal(ours.tensor(name), original.tensor(name)) for name in original.names())
