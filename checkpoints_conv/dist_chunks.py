@@ -98,8 +98,8 @@ class _Window(io.RawIOBase):
         Raises:
             EOFError: it has fewer.
         """
-        if start + length + beyond > self._length:
-            raise EOFError(f"it has {self._length} bytes, {start + length + beyond} are needed")
+        if start < 0 or start + length + beyond > self._length:
+            raise EOFError(f"it has {self._length} bytes, [{start}, {start + length + beyond}) are needed")
         return read_exactly(self._descriptor, self._offset + start, length)
 
 

@@ -1,6 +1,7 @@
 """Pickled weights (pytorch_model.bin), on explicit request."""
 
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 
@@ -20,8 +21,9 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:  # torch's text advises to leave weights_only out
         raise ConversionError(f"{path} holds more than tensors, which is never unpickled") from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConversionError(f"{path} is truncated or damaged: {str(error).partition(chr(10))[0]}") from error
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ConversionError(f"{path} is truncated or damaged: {said}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensors[name], Tensor) for name in tensors):
         raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
     for name, tensor in tensors.items():

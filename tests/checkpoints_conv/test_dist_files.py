@@ -118,6 +118,18 @@ def test_a_damaged_chunk_is_damage_or_lies_in_its_window(tmp_path, at, value, cu
         assert 0 <= block.offset and block.offset + block.bytes <= len(archive) - cut
 
 
+def test_an_entry_that_lies_before_its_archive_is_damage(tmp_path):
+    """zipfile takes what it finds before the first entry for a prefix, and corrects offsets by it."""
+    archive = bytearray(saved(TENSORS["contiguous"]))
+    directory = archive.index(b"PK\x01\x02", archive.index(b"data/0"))
+    for entry in range(directory, len(archive) - 46):
+        if archive[entry : entry + 4] == b"PK\x01\x02":
+            archive[entry + 42 : entry + 46] = (2**32 - 2).to_bytes(4, "little")
+    (tmp_path / "file").write_bytes(archive)
+    with pytest.raises(DAMAGE):
+        stored_block(tmp_path / "file", 0, len(archive), Dtype.F32, (2, 6, 5))
+
+
 def test_a_tensor_that_claims_more_than_its_storage_is_damage(tmp_path):
     with zipfile.ZipFile(io.BytesIO(saved(TENSORS["contiguous"]))) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))

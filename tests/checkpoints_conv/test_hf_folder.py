@@ -219,6 +219,13 @@ class TestPickledWeights:
             HfFolder(pickled, allow_pickle=True)
         assert "\n" not in str(error.value) and "weights_only=False" not in str(error.value)
 
+    @pytest.mark.parametrize("junk", [b"junk", b"\x80\x02h\x05.", b"PK\x03\x04 and no archive", b"\x80\x02}q\x00."])
+    def test_other_bytes(self, pickled, junk):
+        (pickled / "pytorch_model.bin").write_bytes(junk)
+        with pytest.raises(ConversionError, match="pytorch_model.bin") as error:
+            HfFolder(pickled, allow_pickle=True).check(ModelMapping(family_of(read_config(pickled)).model_spec(read_config(pickled))))
+        assert "\n" not in str(error.value)
+
     def test_views_and_old_formats_are_their_values(self, pickled, models):
         original = HfFolder(models("llama"))
         tensors = {name: original.tensor(name) for name in original.names()}
