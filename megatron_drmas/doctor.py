@@ -37,6 +37,8 @@ EFFECTS = {
     "ray": "no run starts",
     "math-verify": "mathematics is not graded",
     "bm25s": "no retrieval server",
+    "faiss-cpu": "no dense retrieval",
+    "sentence-transformers": "no dense retrieval",
 }
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8_emulated")
 

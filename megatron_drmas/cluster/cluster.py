@@ -66,7 +66,7 @@ class Cluster:
         placement = place(config, device)
         retrieval: Optional[RetrievalService] = None
         if config.environment.retrieval.corpus and not config.environment.retrieval.url:
-            retrieval = RetrievalService(config.environment.retrieval.corpus, self.run_dir / "logs" / "retrieval.log")
+            retrieval = RetrievalService(config.environment.retrieval, self.run_dir / "logs" / "retrieval.log")
             self._stack.callback(retrieval.stop)
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)

@@ -9,24 +9,33 @@ from typing import Optional
 
 from megatron_drmas.cluster.host import die_with_parent
 from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.config.schema import RetrievalConfig
 
 
 class RetrievalService:
     """Serves a corpus on loopback for as long as the run lives.
 
     Args:
-        corpus: JSON lines.
+        settings: its corpus, and its encoder if it has one.
         log: file for the server's complaints.
         host: address to listen on.
     """
 
-    def __init__(self, corpus: str, log: Path, host: str = "127.0.0.1"):
+    def __init__(self, settings: RetrievalConfig, log: Path, host: str = "127.0.0.1"):
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self.url: Optional[str] = None
+        options = {
+            "--corpus": settings.corpus,
+            "--host": host,
+            "--encoder": settings.encoder,
+            "--query-prefix": settings.query_prefix,
+            "--passage-prefix": settings.passage_prefix,
+        }
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", "--corpus", corpus, "--host", host],
+                [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *given],
                 stdout=subprocess.PIPE, stderr=errors, preexec_fn=die_with_parent,
             )
 

@@ -129,6 +129,9 @@ class RetrievalConfig:
 
     url: Optional[str] = None  # a running server; none: the run starts one over `corpus`
     corpus: Optional[str] = None  # JSON lines {"id", "contents"}
+    encoder: Optional[str] = None  # sentence-transformers folder for dense retrieval over `corpus`; none: BM25
+    query_prefix: Optional[str] = None  # "query: " for E5; none: what the encoder says
+    passage_prefix: Optional[str] = None  # "passage: " for E5
     topk: int = 3
     timeout_s: float = 60.0
     concurrency: int = 64  # requests at once, each of the queries that agents make in the same moment

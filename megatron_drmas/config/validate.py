@@ -24,7 +24,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import load_questions
 from megatron_drmas.environments.base import ENVIRONMENTS
-from megatron_drmas.environments.corpus import CorpusError, check_corpus
+from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
@@ -294,6 +294,12 @@ def _check_environment(config: RunConfig, files: bool) -> None:
     retrieval = config.environment.retrieval
     if not retrieval.url and not retrieval.corpus:
         raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
+    if retrieval.topk > MAX_TOPK:
+        raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
+    if retrieval.url and retrieval.encoder:
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "the server at url ranks as it was started to", "leave one of the two out")
+    if files and retrieval.encoder and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json")):
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder")
     if files and not retrieval.url:
         try:
             check_corpus(retrieval.corpus)

@@ -6,20 +6,17 @@ is dropped, so a name is found exactly as it is written (a frequent word weighs 
 """
 
 import hashlib
-import json
 import logging
-import mmap
 import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import bm25s
 import numpy as np
 
-from megatron_drmas.environments.corpus import CorpusError, parse_line
+from megatron_drmas.environments.corpus import CorpusError, Passage, Passages, read_passages
 
 logger = logging.getLogger(__name__)
 
@@ -27,51 +24,20 @@ FORMAT = f"v1-bm25s-{bm25s.__version__}"  # part of the cache's key: an index of
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True)
-class Passage:
-    """One passage of a result: its corpus fields and its BM25 score (higher is better)."""
-
-    id: str
-    contents: str
-    score: float
-
-
 def split_words(text: str) -> list[str]:
     """The words of `text` as the index knows them."""
     return _WORD.findall(text.lower())
-
-
-def _read_corpus(path: Path) -> tuple[list[list[str]], np.ndarray]:
-    """Words of every passage and the byte offset of every passage's line; blank lines are skipped."""
-    words, offsets, first_line = [], [], {}
-    offset = 0
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if raw.strip():
-                identity, contents = parse_line(raw, path, number)
-                if identity in first_line:
-                    raise CorpusError(f"{path}:{number}: id {identity!r} was used on line {first_line[identity]}; ids are unique")
-                first_line[identity] = number
-                words.append(split_words(contents))
-                offsets.append(offset)
-            offset += len(raw)
-    if not any(words):
-        raise CorpusError(f"{path}: no passage with any word in it; a corpus needs at least one")
-    return words, np.asarray(offsets, dtype=np.int64)
 
 
 class Bm25Index:
     """BM25 (Lucene's variant, k1 1.5, b 0.75) over one corpus file; passages stay on disk and are read as they are found."""
 
     def __init__(self, corpus: Path, bm25: bm25s.BM25, offsets: np.ndarray):
-        self.corpus = corpus
         self._bm25 = bm25
-        self._offsets = offsets
-        with open(corpus, "rb") as file:
-            self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._passages = Passages(corpus, offsets)
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._passages)
 
     @classmethod
     def open(cls, corpus: str | os.PathLike) -> "Bm25Index":
@@ -86,12 +52,20 @@ class Bm25Index:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(FORMAT.encode(), digest_size=12)).hexdigest()
         folder = corpus.with_name(corpus.name + ".bm25") / digest
         if not folder.is_dir():
-            words, offsets = _read_corpus(corpus)
+            found = [(offset, split_words(contents)) for offset, contents in read_passages(corpus)]
+            words = [of for _, of in found]
+            if not any(words):
+                raise CorpusError(f"{corpus}: no passage with any word in it; a corpus needs at least one")
+            offsets = np.asarray([offset for offset, _ in found], dtype=np.int64)
             bm25 = bm25s.BM25()
             bm25.index(words, show_progress=False)
             _write(folder, bm25, offsets)
             return cls(corpus, bm25, offsets)
         return cls(corpus, bm25s.BM25.load(folder, show_progress=False), np.load(folder / "offsets.npy"))
+
+    def search_all(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """`search` for each query."""
+        return [self.search(query, topk) for query in queries]
 
     def search(self, query: str, topk: int) -> list[Passage]:
         """The best `topk` passages, best first; equal scores in corpus order.
@@ -107,13 +81,7 @@ class Bm25Index:
             threshold = np.partition(scores[found], -topk)[-topk]
             found = found[scores[found] >= threshold]
         best = found[np.argsort(-scores[found], kind="stable")][:topk]
-        return [self._passage(int(row), float(scores[row])) for row in best]
-
-    def _passage(self, row: int, score: float) -> Passage:
-        start = int(self._offsets[row])
-        end = self._text.find(b"\n", start)
-        record = json.loads(self._text[start : end if end >= 0 else len(self._text)])
-        return Passage(str(record["id"]), record["contents"], score)
+        return [self._passages.result(int(row), float(scores[row])) for row in best]
 
 
 def _write(folder: Path, bm25: bm25s.BM25, offsets: np.ndarray) -> None:

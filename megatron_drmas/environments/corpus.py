@@ -1,9 +1,15 @@
 """A retrieval corpus: JSON lines `{"id": str | int, "contents": str}`."""
 
 import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+MAX_TOPK = 100  # passages of one answer
 CHECKED_LINES = 1000  # of a corpus that may have millions
 
 
@@ -46,3 +52,55 @@ def check_corpus(path: "str | Path") -> None:
         raise CorpusError(f"{path}: no passage in it; a corpus needs at least one")
     for number, raw in lines:
         parse_line(raw, path, number)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One passage of a result: its corpus fields and its score (higher is better)."""
+
+    id: str
+    contents: str
+    score: float
+
+
+def read_passages(path: Path) -> Iterator[tuple[int, str]]:
+    """The byte offset of every passage's line, and its contents; blank lines are skipped.
+
+    Raises:
+        CorpusError: a line that is no passage, or an id that was used before.
+        OSError: the file cannot be read.
+    """
+    first_line: dict[str, int] = {}
+    offset = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                identity, contents = parse_line(raw, path, number)
+                if identity in first_line:
+                    raise CorpusError(f"{path}:{number}: id {identity!r} was used on line {first_line[identity]}; ids are unique")
+                first_line[identity] = number
+                yield offset, contents
+            offset += len(raw)
+
+
+class Passages:
+    """The passages of a corpus, which stay on disk and are read as they are found."""
+
+    def __init__(self, corpus: Path, offsets: np.ndarray):
+        """
+        Args:
+            offsets: int64 [n], as `read_passages` gives them.
+        """
+        self._offsets = offsets
+        with open(corpus, "rb") as file:
+            self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def result(self, row: int, score: float) -> Passage:
+        """The passage of a row with its score."""
+        start = int(self._offsets[row])
+        end = self._text.find(b"\n", start)
+        record = json.loads(self._text[start : end if end >= 0 else len(self._text)])
+        return Passage(str(record["id"]), record["contents"], score)

@@ -8,24 +8,27 @@
 A bad request is answered 422 with the field and the limit.  Run as
 
     python -m megatron_drmas.environments.retrieval_server --corpus corpus.jsonl [--host 127.0.0.1] [--port 0]
+        [--encoder FOLDER [--query-prefix "query: "] [--passage-prefix "passage: "] [--index FILE] [--device cuda]]
 
-it prints its address on one line when it is ready.
+it prints its address on one line when it is ready.  Without an encoder it ranks by BM25, with one by the inner product of
+the encoder's vectors.
 """
 
 import argparse
 import socket
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 
-from megatron_drmas.environments.bm25_index import Bm25Index, CorpusError, Passage
+from megatron_drmas.environments.bm25_index import Bm25Index
+from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, Passage
 
 MAX_QUERIES = 1024  # in one request
-MAX_TOPK = 100
 MAX_QUERY_CHARS = 16384
 
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
@@ -44,7 +47,17 @@ class RetrieveRequest(BaseModel):
         return self
 
 
-def build_app(index: Bm25Index) -> FastAPI:
+class Index(Protocol):
+    """A ranking of one corpus."""
+
+    def __len__(self) -> int:
+        """Passages of the corpus."""
+
+    def search_all(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The best passages of each query, at most `topk`, best first."""
+
+
+def build_app(index: Index) -> FastAPI:
     """The server as an ASGI application over `index`."""
     app = FastAPI(title="megatron_drmas retrieval", openapi_url=None)
 
@@ -56,13 +69,23 @@ def build_app(index: Bm25Index) -> FastAPI:
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> JSONResponse:  # plain values already: FastAPI would go through each of them
         queries = [request.query] if request.queries is None else request.queries
-        return JSONResponse({"result": [[shown(p, request.return_scores) for p in index.search(q, request.topk)] for q in queries]})
+        found = index.search_all(queries, request.topk)
+        return JSONResponse({"result": [[shown(passage, request.return_scores) for passage in of] for of in found]})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", "passages": len(index)}
 
     return app
+
+
+def _dense_index(args: argparse.Namespace) -> Index:
+    # torch and the encoder's library take seconds, which a BM25 server need not wait for.
+    from megatron_drmas.environments.dense_index import DenseIndex
+    from megatron_drmas.environments.encoder import Encoder
+
+    encoder = Encoder(args.encoder, args.query_prefix, args.passage_prefix, args.device)
+    return DenseIndex.open(args.corpus, encoder, args.index)
 
 
 def _port(text: str) -> int:
@@ -73,16 +96,23 @@ def _port(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: serves until it is ended, and prints its address once it answers."""
-    parser = argparse.ArgumentParser(description="BM25 retrieval over a JSON-lines corpus")
+    parser = argparse.ArgumentParser(description="retrieval over a JSON-lines corpus: BM25, or dense with --encoder")
     parser.add_argument("--corpus", required=True, help='JSON lines {"id", "contents"}')
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=_port, default=0, help="0 takes a free one (default)")
+    parser.add_argument("--encoder", type=Path, help="sentence-transformers folder (E5, BGE, …); default: rank by BM25")
+    parser.add_argument("--query-prefix", help='before every query, "query: " for E5; default: what the encoder says')
+    parser.add_argument("--passage-prefix", help='before every passage, "passage: " for E5; default: what the encoder says')
+    parser.add_argument("--index", type=Path, help="FAISS index of the corpus' vectors; default: made once, exact, beside the corpus")
+    parser.add_argument("--device", default="cpu", help="where the encoder runs (default: cpu)")
     args = parser.parse_args(argv)
+    if args.index and not args.encoder:
+        parser.error("--index needs --encoder, the encoder that it was made with")
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
-        index = Bm25Index.open(args.corpus)
-    except (CorpusError, OSError) as error:
+        index = _dense_index(args) if args.encoder else Bm25Index.open(args.corpus)
+    except (CorpusError, OSError, ValueError) as error:
         print(f"retrieval server: {error}", file=sys.stderr)
         return 1
     host = f"[{args.host}]" if ":" in args.host else args.host

@@ -122,6 +122,8 @@ def test_a_workflow_names_the_parser_that_it_needs():
     ("data.train=/nonexistent.jsonl", "data.train", "/nonexistent.jsonl"),
     ("environment.name=math", "environment.name", "math"),
     ("environment.retrieval.corpus=/nonexistent", "environment.retrieval.corpus", "/nonexistent"),
+    ("environment.retrieval.topk=101", "environment.retrieval.topk", "101"),
+    ("environment.retrieval.encoder=/nonexistent", "environment.retrieval.encoder", "/nonexistent"),
     ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
     ("rollout.top_p=0", "rollout.top_p", "0"),
     ("rollout.temperature=0", "rollout.temperature", "0"),

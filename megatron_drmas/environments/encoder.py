@@ -1,0 +1,69 @@
+"""Texts as vectors, by a sentence-transformers folder."""
+
+import hashlib
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+from sentence_transformers import SentenceTransformer
+
+BATCH = 64  # texts at a time
+
+
+class EncoderError(ValueError):
+    """A folder that holds no encoder; the message names it."""
+
+
+class Encoder:
+    """Encodes queries and passages, each as its kind, to vectors of length 1: inner products are cosines.
+
+    Raises (on construction):
+        EncoderError: the folder is missing, or holds no encoder.
+    """
+
+    def __init__(
+        self, folder: Path, query_prefix: Optional[str] = None, passage_prefix: Optional[str] = None, device: str = "cpu"
+    ):
+        """
+        Args:
+            query_prefix: put before every query ("query: " for E5); None: what the folder itself says, if anything.
+            passage_prefix: the same for passages ("passage: " for E5).
+            device: torch's name of where it runs.
+        """
+        if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+            raise EncoderError(f"{folder} holds no encoder: a folder with config.json and weights is needed")
+        try:
+            self._model = SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            said = str(error).partition("\n")[0]
+            raise EncoderError(f"{folder} cannot be loaded as an encoder: {said}") from error
+        self._query_prefix, self._passage_prefix = query_prefix, passage_prefix
+        self._folder = folder
+
+    @property
+    def dimension(self) -> int:
+        """Length of a vector."""
+        return self._model.get_embedding_dimension()
+
+    def queries(self, texts: list[str]) -> np.ndarray:
+        """float32 [n, dimension]."""
+        return self._encoded(self._model.encode_query, texts, self._query_prefix)
+
+    def passages(self, texts: list[str]) -> np.ndarray:
+        """float32 [n, dimension]."""
+        return self._encoded(self._model.encode_document, texts, self._passage_prefix)
+
+    def digest(self) -> str:
+        """Of everything that a passage's vector depends on beside the passage."""
+        digest = hashlib.blake2b(f"{self._passage_prefix!r}".encode(), digest_size=12)
+        for path in sorted(self._folder.rglob("*")):
+            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".safetensors"):
+                digest.update(path.relative_to(self._folder).as_posix().encode())
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "blake2b").digest())
+        return digest.hexdigest()
+
+    def _encoded(self, encode, texts: list[str], prefix: Optional[str]) -> np.ndarray:
+        settings = {} if prefix is None else {"prompt": prefix}
+        vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)
+        return np.asarray(vectors, dtype=np.float32)
