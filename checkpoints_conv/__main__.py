@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     to_hf.set_defaults(run=_to_hf)
 
     verify = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
-    verify.add_argument("a", type=Path)
-    verify.add_argument("b", type=Path)
+    verify.add_argument("a", type=Path, help="Hugging Face folder or Megatron checkpoint")
+    verify.add_argument("b", type=Path, help="the other")
     verify.add_argument("--hf-files", type=Path, help="as for to-hf")
     verify.add_argument("--logits", action="store_true", help="compare a forward pass in fp32 too")
     verify.add_argument("--tokens", type=_positive(int), default=64, help="length of that pass (default: 64)")

@@ -130,7 +130,7 @@ def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
 
 
 def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore")  # of what Megatron falls back to without a GPU
     from megatron.core import parallel_state, tensor_parallel
 
     from megatron_drmas.actor import cpu

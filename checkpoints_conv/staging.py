@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Iterator, Optional
@@ -43,6 +44,8 @@ class Staging:
                 raise ConversionError(
                     f"{self.folder} holds an interrupted conversion of another source or with other settings; remove it"
                 )
+            if written:
+                print(f"going on with {self.folder}; what is there is compared with the source", file=sys.stderr)
             missing = needed_bytes - sum(path.stat().st_size for path in written if path.is_file())
             free = shutil.disk_usage(self.folder).free
             if missing > free:

@@ -35,6 +35,8 @@ def to_hf(
     Raises:
         ConversionError: see `DistReader` and `Staging`.
     """
+    if not megatron.is_dir():
+        raise ConversionError(f"{megatron} is no folder")
     if not is_dist_checkpoint(megatron):
         instead = "it is a Hugging Face folder" if (megatron / "config.json").is_file() else "it lacks metadata.json or .metadata"
         raise ConversionError(f"{megatron} is no complete Megatron distributed checkpoint: {instead}")
@@ -78,9 +80,11 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     """
     side = hf_files or megatron / HF_FILES
     if not (side / "config.json").is_file():
+        if hf_files:
+            raise ConversionError(f"--hf-files {hf_files} has no config.json")
         raise ConversionError(
-            f"{side} has no config.json: name a folder with config.json and tokenizer (--hf-files); only checkpoints that "
-            "to-megatron made bring their own"
+            f"{megatron} brings no config.json, as only checkpoints that to-megatron made do; name a folder with config.json "
+            "and tokenizer (--hf-files)"
         )
     return side
 

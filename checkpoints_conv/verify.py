@@ -1,11 +1,13 @@
 """Whether two checkpoints, of either kind, are the same model: configs, names, shapes, dtypes and digests."""
 
 import hashlib
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator, Optional
 
 import torch
+from rich import filesize
 from torch import Tensor
 
 from checkpoints_conv.checkpoint import Checkpoint
@@ -46,11 +48,15 @@ def verify(a: Path, b: Path, hf_files: Optional[Path] = None, tokens: int = 0, t
     if len(differences) > SHOWN:
         print(f"… and {len(differences) - SHOWN} more differences")
     if not differences:
-        print(f"equal: {len(left.shapes)} tensors, {left.bytes / 1e9:.2f} GB, sha256 {total.hexdigest()}")
+        print(f"equal: {len(left.shapes)} tensors, {filesize.decimal(left.bytes)}, sha256 {total.hexdigest()}")
     within = True
     if tokens and left.spec.vocab == right.spec.vocab:
         ids = sample_tokens(left.spec.vocab, tokens)
-        ours, theirs = (logprobs(each.folder, each.config_folder, ids) for each in (left, right))
+        results = []
+        for each in (left, right):
+            print(f"forward pass of {each.folder} …", file=sys.stderr)
+            results.append(logprobs(each.folder, each.config_folder, ids))
+        ours, theirs = results
         largest = float((ours - theirs).abs().max())
         within = largest <= tolerance
         verdict = "within" if within else "above"

@@ -6,6 +6,10 @@
 # As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
 # with the reason.
 set -euo pipefail
+if [ "${1:-}" = --help ]; then
+  sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"
+  exit
+fi
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 # shellcheck source=tools/shell_lib.sh

@@ -119,7 +119,8 @@ class RunLog:
         seconds = time.time() - psutil.Process().create_time()
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         line = self._write("start", self._start_step, time=now, startup_seconds=seconds)
-        self._progress.started(seconds, line["seconds"])
+        imports = seconds - sum(line["seconds"].values())  # before there was a log
+        self._progress.started(seconds, {"imports": imports, **line["seconds"]})
         if self._start_step > 0:
             self.log_restart("resumed")
 
