@@ -53,7 +53,7 @@ async def train(config: RunConfig) -> None:
     folder, state = resumed if resumed else (None, {"step": 0})
     done = state["step"]
 
-    finished = finished_summary(run_dir, config.steps) if resumed else None
+    finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
     if finished:
         print("nothing left to do:", *last_words(run_dir, finished), sep="\n")
         return

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from megatron_drmas import sft
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig
 from megatron_drmas.data.dialogues import load_dialogues
@@ -136,10 +137,10 @@ def test_the_command_trains_as_transformers_would(model, data, tmp_path, layout)
     ("name=..", "name"),
     ("policy.optimizer.lr=.nan", "policy.optimizer.lr"),
 ])
-def test_a_setting_that_cannot_work_is_one_line(model, data, tmp_path, override, named):
-    settings = {"policy.model": model, "data": data, "steps": "20"} | dict([override.split("=")])
-    done = run(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+def test_a_setting_that_cannot_work_is_one_line(model, data, tmp_path, monkeypatch, capsys, override, named):
+    settings = {"policy.model": model, "data": data, "steps": "20", "output_dir": tmp_path} | dict([override.split("=")])
+    monkeypatch.setattr(sys, "argv", ["sft", *(f"{key}={value}" for key, value in settings.items())])
+    assert sft.main() == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith(f"sft: {named}")
     assert not (tmp_path / "sft" / "hf").exists()

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,17 +43,25 @@ def steps(run_dir):
 
 @pytest.mark.timeout(900)
 def test_a_run_that_is_continued_equals_an_undisturbed_one_bit_for_bit(train):
-    undisturbed = train("undisturbed", "steps=3")
-    train("continued", "steps=2")
-    continued = train("continued", "steps=3")
+    """What is on the disk after two steps, and a process of its own, make the third step of the run that went on."""
+    settings = ("steps=3", "checkpoint.every=2")
+    run_dir = train("run", *settings)
+    undisturbed = Path(shutil.copytree(run_dir, run_dir.with_name("undisturbed")))
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
+    shutil.rmtree(run_dir / "hf")
+    (run_dir / "trajectories" / "step_000003.jsonl").unlink()
+    continued = train("run", *settings)
     assert steps(continued) == steps(undisturbed) and len(steps(continued)) == 3
     for step in (1, 2, 3):
         name = f"trajectories/step_{step:06d}.jsonl"
         assert (continued / name).read_text() == (undisturbed / name).read_text()
-    for weights in undisturbed.glob("hf/*/*.safetensors"):
+    exported = list(undisturbed.glob("hf/*/*.safetensors"))
+    assert len(exported) >= 2
+    for weights in exported:
         assert (continued / weights.relative_to(undisturbed)).read_bytes() == weights.read_bytes()
     summary = json.loads((continued / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["max_prob_ratio"] <= 1.01 and summary["max_logprob_diff"] <= 1e-3
+    assert summary["restarts"] and summary["status"] == "finished" and summary["max_prob_ratio"] <= 1.01 and summary["max_logprob_diff"] <= 1e-3
     from transformers import AutoModelForCausalLM
 
     from megatron_drmas.rollout.tokenizer import load_tokenizer

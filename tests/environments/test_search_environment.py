@@ -72,7 +72,7 @@ async def broken(request):
 
 
 async def slow(request):
-    await asyncio.sleep(5)
+    await asyncio.sleep(1)
 
 
 async def no_json(request):
@@ -119,7 +119,7 @@ def test_a_time_out_is_not_tried_again():
 
     async def slow_and_counted(request):
         requests.append(request)
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
 
     found = ask(slow_and_counted, queries=5, timeout_s=0.3)
     assert all(isinstance(each, TrajectoryFailure) for each in found) and len(requests) == 1
