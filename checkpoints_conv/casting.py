@@ -6,7 +6,6 @@ from checkpoints_conv.blocks import Block
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
-
 CAST_BYTES = 2**26  # read at a time
 
 
@@ -27,7 +26,7 @@ def in_dtype(name: str, block: Block, dtype: Optional[Dtype]) -> Iterator[Block]
 
     from checkpoints_conv.tensors import block_of, tensor_of, torch_dtype
 
-    rows = max(1, CAST_BYTES // block.row_bytes) if block.shape else 1
+    rows = max(1, CAST_BYTES // block.row_bytes)
     for first in range(0, block.shape[0], rows):
         tensor = tensor_of(block.rows(first, min(rows, block.shape[0] - first)))
         result = tensor.to(torch_dtype(dtype))

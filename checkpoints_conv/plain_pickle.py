@@ -3,7 +3,7 @@
 import pickle
 import pickletools
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 MARK = object()
 LONGEST_NAME = 300
@@ -39,7 +39,7 @@ class Persistent:
     identity: Any
 
 
-def load(file: "IO[bytes] | bytes") -> Any:
+def load(data: bytes) -> Any:
     """The value of a pickle, made of None, bool, numbers, str, bytes, list, tuple, dict, Named, Made and Persistent.
 
     A dict's keys are str, int, or one of the last three by identity.  Sets are lists.
@@ -50,7 +50,7 @@ def load(file: "IO[bytes] | bytes") -> Any:
     stack: list = []
     memo: dict[int, Any] = {}
     try:
-        for opcode, argument, _ in pickletools.genops(file):
+        for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
                 (value,) = stack

@@ -13,7 +13,11 @@ MAX_TOPK = 100  # passages of one answer
 CHECKED_LINES = 1000  # of a corpus that may have millions
 
 
-class CorpusError(ValueError):
+class RetrievalError(ValueError):
+    """What a retrieval server cannot serve from."""
+
+
+class CorpusError(RetrievalError):
     """A corpus that cannot be read; the message names the file, the line and what is expected there."""
 
 

@@ -1,16 +1,19 @@
 """Texts as vectors, by a sentence-transformers folder."""
 
 import hashlib
+import threading
 from pathlib import Path
 from typing import Optional
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
+from megatron_drmas.environments.corpus import RetrievalError
+
 BATCH = 64  # texts at a time
 
 
-class EncoderError(ValueError):
+class EncoderError(RetrievalError):
     """A folder that holds no encoder; the message names it."""
 
 
@@ -39,6 +42,7 @@ class Encoder:
             raise EncoderError(f"{folder} cannot be loaded as an encoder: {said}") from error
         self._query_prefix, self._passage_prefix = query_prefix, passage_prefix
         self._folder = folder
+        self._lock = threading.Lock()  # a fast tokenizer refuses a second thread
 
     @property
     def dimension(self) -> int:
@@ -65,5 +69,6 @@ class Encoder:
 
     def _encoded(self, encode, texts: list[str], prefix: Optional[str]) -> np.ndarray:
         settings = {} if prefix is None else {"prompt": prefix}
-        vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)
+        with self._lock:
+            vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)
         return np.asarray(vectors, dtype=np.float32)

@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 
 from megatron_drmas.environments.bm25_index import Bm25Index
-from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, Passage
+from megatron_drmas.environments.corpus import MAX_TOPK, Passage, RetrievalError
 
 MAX_QUERIES = 1024  # in one request
 MAX_QUERY_CHARS = 16384
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
         index = _dense_index(args) if args.encoder else Bm25Index.open(args.corpus)
-    except (CorpusError, OSError, ValueError) as error:
+    except (RetrievalError, OSError) as error:
         print(f"retrieval server: {error}", file=sys.stderr)
         return 1
     host = f"[{args.host}]" if ":" in args.host else args.host

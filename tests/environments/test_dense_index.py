@@ -4,6 +4,7 @@ import http.client
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -77,6 +78,15 @@ def test_the_nearest_passages_are_found_exactly(folder, encoder, corpus, topk):
         assert all(passage.contents == TEXTS[int(passage.id)] for passage in of)
         np.testing.assert_allclose([row[int(passage.id)] for passage in of], [passage.score for passage in of], atol=1e-5)
     assert DenseIndex.open(corpus, encoder).search_all([], topk) == []
+
+
+def test_threads_get_their_own_answers(encoder):
+    """The server answers each request in a thread of its own."""
+    texts = [[f"the mayor of {word}"] * (number + 1) for number, word in enumerate(WORDS)] * 4
+    expected = [encoder.queries(of) for of in texts]
+    with ThreadPoolExecutor(8) as pool:
+        for ours, alone in zip(pool.map(encoder.queries, texts), expected, strict=True):
+            np.testing.assert_allclose(ours, alone, atol=1e-6)
 
 
 def test_an_interrupted_encoding_goes_on_where_it_stopped(encoder, corpus, monkeypatch):
