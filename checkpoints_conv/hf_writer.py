@@ -9,7 +9,7 @@ from typing import Iterable, Optional, Sequence
 
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
-from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
+from checkpoints_conv.safetensors_file import TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a folder holds beside its weights: config, generation config, tokenizer, chat template.

@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Iterable
 
 from checkpoints_conv.blocks import Block, BlockFile, FileBlock
 from checkpoints_conv.dtypes import Dtype

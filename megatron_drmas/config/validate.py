@@ -297,7 +297,8 @@ def _check_environment(config: RunConfig, files: bool) -> None:
     if retrieval.topk > MAX_TOPK:
         raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
     if retrieval.url and retrieval.encoder:
-        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "the server at url ranks as it was started to", "leave one of the two out")
+        problem = "the server at url ranks as it was started to"
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, problem, "leave one of the two out")
     if files and retrieval.encoder and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json")):
         raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder")
     if files and not retrieval.url:
