@@ -5,6 +5,7 @@ import io
 import math
 import mmap
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -17,7 +18,7 @@ NO_SENDFILE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # some network and
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(ABC):
     """Rows of a tensor, one after the other."""
 
     shape: tuple[int, ...]
@@ -31,10 +32,11 @@ class Block:
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.bytes
 
+    @abstractmethod
     def rows(self, first: int, count: int) -> Self:
         """Some of its rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, start: int = 0, count: "int | None" = None) -> "bytearray | memoryview":
         """Some of its bytes; without arguments, all.
 
@@ -42,7 +44,6 @@ class Block:
             OSError: its file cannot be read.
             ConversionError: its file has become shorter.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

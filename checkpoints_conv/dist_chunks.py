@@ -20,8 +20,8 @@ from checkpoints_conv.blocks import Block, FileBlock, MemoryBlock, read_exactly
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.plain_pickle import Made, Named, Persistent
 
-# What reading a chunk may raise when its bytes are not what a checkpoint holds.
-DAMAGE = (ValueError, EOFError, LookupError, TypeError, NotImplementedError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)
+# What reading a chunk may raise when its bytes are not what a checkpoint holds; RuntimeError is zipfile's for what it cannot do.
+DAMAGE = (ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 STORAGES = {"FloatStorage": Dtype.F32, "HalfStorage": Dtype.F16, "BFloat16Storage": Dtype.BF16}
 MOST_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage

@@ -44,7 +44,7 @@ class DistWriter:
             advance: called with the bytes of each chunk, from any thread.
         """
         with ThreadPoolExecutor(1) as aside:
-            # torch and its checkpoint package take two to four seconds; the system copies gigabytes meanwhile.
+            # Importing torch and its checkpoint package takes seconds; the system copies gigabytes meanwhile.
             archive = aside.submit(importlib.import_module, "checkpoints_conv.dist_archive")
             run_parallel(self._place, self.units, advance)
             archive.result().complete(self.folder, self.units, self.objects)

@@ -1,4 +1,8 @@
-"""Pickles read as descriptions: nothing that they name is imported or called, and nothing grows beyond the file."""
+"""Pickles read as descriptions: nothing that they name is imported or called, and nothing grows beyond the file.
+
+pickle.Unpickler can be kept from importing, but not from hashing a key that is nested without end, or from making room for
+a memo entry of any number.
+"""
 
 import pickle
 import pickletools

@@ -3,7 +3,7 @@
     python tools/bench/convert.py --work DIR [--shape qwen2.5-7b] [--repeats 2]
 
 Both are run by turns, each time after all that was written before has reached the disk, and the best of each counts.  A
-checkpoint of less than 5 GB mostly measures the three seconds in which torch is imported.  DIR needs room for three copies
+checkpoint of less than 5 GB mostly measures how long it takes to import torch.  DIR needs room for three copies
 of the checkpoint (qwen2.5-7b: 15.2 GB each), which are removed at the end.  The last line is JSON: `ratio` is the lower of
 the two directions' rates over cp's (target: 0.5), `peak_anonymous_gib` the converter's (target: below 4), and `identical`
 says whether every tensor came back bit for bit.
