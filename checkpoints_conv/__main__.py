@@ -10,7 +10,7 @@ from typing import Callable
 if __name__ == "__main__":
     gc.disable()  # searching the objects that importing torch makes takes half a second, a tenth of converting a small model
 
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
 DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}

@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 from typing import Iterable, Optional
 
-from checkpoints_conv.blocks import Block
-from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
+from checkpoints_conv.formats.row_blocks import Block
+from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import HfFolder, read_config
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.to_hf import side_files
 
 

@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Iterable, Iterator, Optional
 
-from checkpoints_conv.blocks import Block
-from checkpoints_conv.casting import in_dtype
-from checkpoints_conv.dist_keys import HF_FILES
-from checkpoints_conv.dist_reader import DistReader, is_dist_checkpoint
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block
+from checkpoints_conv.formats.casting import in_dtype
+from checkpoints_conv.mapping.dist_keys import HF_FILES
+from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import read_config
-from checkpoints_conv.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
-from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping
+from checkpoints_conv.formats.hf_folder import read_config
+from checkpoints_conv.formats.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping
 from checkpoints_conv.progress import byte_progress, run_parallel
-from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
-from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
+from checkpoints_conv.formats.safetensors_file import SafetensorsWriter, TensorEntry
+from checkpoints_conv.formats.staging import Staging, check_unchanged, fingerprint
 
 
 def to_hf(

@@ -5,16 +5,16 @@ import math
 from pathlib import Path
 from typing import Optional
 
-from checkpoints_conv.dist_keys import HF_FILES, place_of
-from checkpoints_conv.dist_writer import DistWriter
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.mapping.dist_keys import HF_FILES, place_of
+from checkpoints_conv.formats.dist_writer import DistWriter
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import HfFolder, read_config
-from checkpoints_conv.hf_writer import copy_side_files
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config
+from checkpoints_conv.formats.hf_writer import copy_side_files
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.staging import Staging, check_unchanged, fingerprint
+from checkpoints_conv.formats.staging import Staging, check_unchanged, fingerprint
 
 # megatron.core.dist_checkpointing.core.CheckpointingConfig; importing Megatron for it would take seconds.
 FORMAT = {

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.forward import logprobs, sample_tokens
+from checkpoints_conv.megatron.forward import logprobs, sample_tokens
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.tensors import joined
+from checkpoints_conv.formats.tensors import joined
 
 SHOWN = 20  # differences that are printed
 

@@ -63,7 +63,7 @@ def validate(config: SftConfig) -> None:
     import torch
 
     from megatron_drmas.actor.precision import check_precision
-    from megatron_drmas.config.validate import check_finite, check_model, check_name, check_output, check_policy
+    from megatron_drmas.validate import check_finite, check_model, check_name, check_output, check_policy
 
     check_finite(config)
     check_name(config.name)
@@ -161,7 +161,7 @@ def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
     """
     import torch
 
-    from megatron_drmas.rollout.batch import TurnBatch
+    from megatron_drmas.batch import TurnBatch
 
     rows = len(examples)
     lengths = torch.tensor([len(example.prompt) + len(example.response) for example in examples])

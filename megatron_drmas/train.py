@@ -34,7 +34,7 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
-    from megatron_drmas.step_record import step_record, trajectory_records
+    from megatron_drmas.observability.step_record import step_record, trajectory_records
 
     questions = load_questions(config.data.train, "data.train")
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
@@ -108,7 +108,7 @@ async def evaluate_team(cluster, log, step: int) -> None:
     """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
     from megatron_drmas.data.questions import load_questions
     from megatron_drmas.evaluate import evaluate, evaluation_modes
-    from megatron_drmas.step_record import trajectory_records
+    from megatron_drmas.observability.step_record import trajectory_records
 
     config: RunConfig = cluster.config
     settings, last = config.evaluation, step == config.steps

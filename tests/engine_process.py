@@ -17,7 +17,7 @@ from typing import Any, Iterable, Optional
 import torch
 
 from megatron_drmas.rollout.engine import Engine
-from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
 from megatron_drmas.weight_sync.shm_sender import ShmSender
 
 ENVIRONMENT = {

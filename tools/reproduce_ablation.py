@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.config.validate import validate
+from megatron_drmas.validate import validate
 from megatron_drmas.observability.history import read_json_lines, write_atomically
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import Run, read_run, summarise

@@ -5,8 +5,8 @@ from typing import Any, Optional
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families.values import flag, group, positive, whole
-from checkpoints_conv.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.families.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
+from checkpoints_conv.families.spec import ModelSpec
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."

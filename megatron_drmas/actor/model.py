@@ -7,7 +7,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.families.spec import ModelSpec
 from megatron_drmas.actor.fp8_emulation import emulate_fp8
 from megatron_drmas.actor.local_layers import ChosenTokensLayer, local_block_spec
 from megatron_drmas.actor.precision import DTYPES, fp8_arguments

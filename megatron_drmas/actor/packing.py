@@ -6,7 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_drmas.rollout.batch import TurnBatch, gather_segments
+from megatron_drmas.batch import TurnBatch, gather_segments
 
 SIMILAR = 0.75  # rows at least so long as this share of a group's longest row are padded to it for attention
 

@@ -7,12 +7,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from checkpoints_conv.export import export_hf_folder
+from checkpoints_conv.megatron.export import export_hf_folder
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import read_config
-from checkpoints_conv.load import load_hf_weights
-from checkpoints_conv.mapping import ModelMapping
-from megatron_drmas.actor import cpu
+from checkpoints_conv.formats.hf_folder import read_config
+from checkpoints_conv.megatron.load import load_hf_weights
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.megatron import cpu
 from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics
@@ -25,7 +25,7 @@ from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
 from megatron_drmas.algorithm.teamtr import TrustRegion, measure_update
-from megatron_drmas.rollout.batch import TurnBatch, gather_segments
+from megatron_drmas.batch import TurnBatch, gather_segments
 
 
 class PolicyActor:

@@ -8,7 +8,7 @@ from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.agent_advantage import agent_advantages
 from megatron_drmas.kernels.segments import dense_index, expand_rows
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 CHOICES = {
     "mean": ("group", "agent"),

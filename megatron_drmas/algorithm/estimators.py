@@ -14,7 +14,7 @@ from megatron_drmas.algorithm.scores import required_column
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.kernels.agent_advantage import CellStatistics, cell_statistics, normalise
 from megatron_drmas.kernels.segments import dense_index, segment_mean, segment_sum
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 Estimator = Callable[[Tensor, TurnBatch, AlgorithmConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}

@@ -15,7 +15,7 @@ from megatron_drmas.algorithm.mismatch import mismatch_correction
 from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 MAX_LOG_RATIO = 20.0  # exp of more than this is clipped anyway and would overflow in sums
 KL_ESTIMATORS = ("k1", "k2", "k3")

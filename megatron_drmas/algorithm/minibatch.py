@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 
 def plan_minibatches(batch: TurnBatch, updates: int, generator: Optional[torch.Generator] = None) -> list[Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
 from megatron_drmas.kernels.segments import dense_index
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 
 def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:

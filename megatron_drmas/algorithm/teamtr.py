@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 
 def message_kl(sampled: Tensor, current: Tensor, sequence: Tensor, sequences: int) -> float:

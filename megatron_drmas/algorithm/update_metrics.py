@@ -4,7 +4,7 @@ import math
 
 from megatron_drmas.algorithm.teamtr import certificate
 from megatron_drmas.kernels.segments import dense_index
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 SUMMED = ("tokens", "skipped", "optimizer_steps", "certificate")
 LARGEST = ("grad_norm_max", "logprob_diff_max")

@@ -18,7 +18,7 @@ from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer

@@ -12,8 +12,8 @@ from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
-from megatron_drmas.rollout.batch import TurnBatch
-from megatron_drmas.rollout.requests import EngineSettings, Request, Sample
+from megatron_drmas.batch import TurnBatch
+from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
 from megatron_drmas.weight_sync.nccl_sender import engine_init_infos
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
 
@@ -90,7 +90,7 @@ class PolicyRuntime:
         )
         host, port = await self._actors[0].address(timeout_s)
         await together((
-            actor.build("megatron_drmas.cluster.actor_process:ActorProcess", settings, rank, len(self._actors), host, port, timeout_s=timeout_s)
+            actor.build("megatron_drmas.actor.actor_process:ActorProcess", settings, rank, len(self._actors), host, port, timeout_s=timeout_s)
             for rank, actor in enumerate(self._actors)
         ))
         await self._on_all_ranks("initialize", self._policy.model, timeout_s=timeout_s)

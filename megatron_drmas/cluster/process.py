@@ -7,7 +7,7 @@ from typing import Any, Optional
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
-from megatron_drmas.cluster.host import AsyncHost, Host
+from megatron_drmas.cluster.worker import AsyncHost, Host
 
 
 class ProcessFailure(RuntimeError):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Optional
 
-from megatron_drmas.cluster.host import die_with_parent
+from megatron_drmas.cluster.worker import die_with_parent
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.schema import RetrievalConfig
 

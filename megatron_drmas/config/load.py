@@ -84,7 +84,7 @@ def run_command(prog: str, command: Callable[[RunConfig], Any]) -> int:
 
     A `ConfigError`, also one that the command raises, becomes one line on standard error and exit code 2.
     """
-    from megatron_drmas.config.validate import validate
+    from megatron_drmas.validate import validate
 
     try:
         config, show = parse_command_line(prog, sys.argv[1:])

@@ -8,7 +8,7 @@ import asyncio
 from types import TracebackType
 from typing import Awaitable, Optional, Protocol
 
-from megatron_drmas.rollout.requests import Request, Sample
+from megatron_drmas.rollout.engine_messages import Request, Sample
 
 
 class EngineHandle(Protocol):

@@ -4,7 +4,7 @@ from typing import Iterable
 
 import torch
 
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.team.trajectory import Trajectory
 
 

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from megatron_drmas.rollout.requests import EngineError, EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import check_environment
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import megatron_drmas.weight_sync.extension  # noqa: F401  (registers the shm back end where vLLM looks its name up)
-from megatron_drmas.rollout.requests import EngineError, EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import engine_args, stop_token_ids
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.manifest import Manifest

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_drmas.rollout.requests import EngineSettings
+from megatron_drmas.rollout.engine_messages import EngineSettings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs

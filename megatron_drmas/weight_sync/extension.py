@@ -8,7 +8,7 @@ import vllm.model_executor.layers.utils as layer_utils
 from vllm.platforms import current_platform
 
 import megatron_drmas.weight_sync.shm  # noqa: F401  (registers the back end)
-from megatron_drmas.weight_sync.loaded import iter_loaded_tensors
+from megatron_drmas.weight_sync.engine_weights import iter_loaded_tensors
 from megatron_drmas.weight_sync.verify import digest
 
 

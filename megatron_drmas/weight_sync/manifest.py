@@ -1,6 +1,6 @@
 """Which tensors an update must bring: the receiving side's own list, read from the engine's model folder."""
 
-from checkpoints_conv.hf_folder import HfFolder, read_config
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
 TIED = "lm_head.weight"  # not sent when it is the embedding

@@ -14,7 +14,7 @@ class BucketSender(ABC):
     """Sends one update, bucket by bucket; a bucket stays readable until the second `next_bucket` after it.
 
     Args:
-        tensors: (HF name, whole tensor), as `checkpoints_conv.export.iter_hf_tensors` yields them.
+        tensors: (HF name, whole tensor), as `checkpoints_conv.megatron.export.iter_hf_tensors` yields them.
         bucket_bytes: size of a bucket; a larger tensor is a bucket of its own.
         dtype: the engine's; tensors are cast to it.
         publish: send what is read.  Ranks that iterate only because `tensors` is collective pass False.

@@ -11,7 +11,7 @@ import torch
 
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PrecisionConfig
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 TIMEOUT_S = 120.0
 

@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 transformers.logging.set_verbosity_error()
 

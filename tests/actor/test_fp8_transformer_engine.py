@@ -14,7 +14,7 @@ READ_BACK = """
 import json, sys
 from tests.te_stub.engine import install
 install()
-from megatron_drmas.actor import cpu
+from checkpoints_conv.megatron import cpu
 cpu.install()
 import torch
 torch.cuda.get_device_capability = lambda *device: (9, 0)

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_drmas.actor.local_layers import PackedAttention, RMSNorm
 from megatron_drmas.actor.packing import pack_rows, pack_sequences, response_column
-from megatron_drmas.rollout.batch import gather_segments
+from megatron_drmas.batch import gather_segments
 from tests.actor.ranks import make_batch
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_drmas.algorithm.check import check_algorithm_config
+from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.algorithm.scores import last_verdicts, overlong_penalty, row_scores, verdict_credit
 from megatron_drmas.config.algorithm import (
     AdvantageConfig,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from checkpoints_conv.__main__ import main
-from checkpoints_conv.hf_folder import HfFolder
+from checkpoints_conv.formats.hf_folder import HfFolder
 
 SIDE = {
     "generation_config.json": '{"temperature": 0.6}',

@@ -4,7 +4,7 @@ from typing import Callable, Iterator
 
 import pytest
 
-from checkpoints_conv import dist_plan
+from checkpoints_conv.formats import dist_plan
 from tests.checkpoints_conv.commands import SIDE
 from tests.checkpoints_conv.family_models import make_model
 from tests.checkpoints_conv.ranks import Ranks

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from checkpoints_conv.families import family_of
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.families.spec import ModelSpec
 
 # Fits TP 1, 2 and 4, PP 1 and 2, and VPP 2; neither the vocabulary nor the FFN is a power of two.
 SIZES = {

@@ -9,13 +9,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.export import export_hf_folder, iter_hf_tensors
+from checkpoints_conv.megatron.export import export_hf_folder, iter_hf_tensors
 from checkpoints_conv.families import family_of
-from checkpoints_conv.forward import build_model, load_dist_checkpoint, model_logprobs
-from checkpoints_conv.hf_folder import HfFolder, read_config
-from checkpoints_conv.load import load_hf_weights
-from checkpoints_conv.spec import ModelSpec
-from megatron_drmas.actor import cpu
+from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint, model_logprobs
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config
+from checkpoints_conv.megatron.load import load_hf_weights
+from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.megatron import cpu
 from tests.checkpoints_conv.ranks import Layout
 
 

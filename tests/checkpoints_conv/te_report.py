@@ -17,10 +17,10 @@ install()
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
 
-from checkpoints_conv.export import iter_hf_tensors  # noqa: E402
-from checkpoints_conv.forward import build_model, load_dist_checkpoint  # noqa: E402
-from checkpoints_conv.hf_folder import HfFolder  # noqa: E402
-from checkpoints_conv.load import load_hf_weights  # noqa: E402
+from checkpoints_conv.megatron.export import iter_hf_tensors  # noqa: E402
+from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint  # noqa: E402
+from checkpoints_conv.formats.hf_folder import HfFolder  # noqa: E402
+from checkpoints_conv.megatron.load import load_hf_weights  # noqa: E402
 from tests.checkpoints_conv import jobs  # noqa: E402
 from tests.checkpoints_conv.ranks import Layout  # noqa: E402
 

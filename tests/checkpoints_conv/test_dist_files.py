@@ -15,19 +15,21 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints_conv import dist_chunks, dist_reader, plain_pickle
-from checkpoints_conv.blocks import FileBlock, MemoryBlock
-from checkpoints_conv.dist_archive import frame
-from checkpoints_conv.dist_chunks import DAMAGE, stored_block
-from checkpoints_conv.dist_index import read_index
-from checkpoints_conv.dist_plan import Chunk, Piece
-from checkpoints_conv.dist_reader import DistReader
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats import dist_reader
+from checkpoints_conv.formats import dist_chunks
+from checkpoints_conv.formats import plain_pickle
+from checkpoints_conv.formats.row_blocks import FileBlock, MemoryBlock
+from checkpoints_conv.formats.dist_archive import frame
+from checkpoints_conv.formats.dist_chunks import DAMAGE, stored_block
+from checkpoints_conv.formats.dist_index import read_index
+from checkpoints_conv.formats.dist_plan import Chunk, Piece
+from checkpoints_conv.formats.dist_reader import DistReader
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import read_config
-from checkpoints_conv.mapping import ModelMapping
-from checkpoints_conv.tensors import dtype_of, tensor_of, torch_dtype
+from checkpoints_conv.formats.hf_folder import read_config
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.formats.tensors import dtype_of, tensor_of, torch_dtype
 from checkpoints_conv.to_megatron import to_megatron
 
 SOURCE = torch.arange(2 * 6 * 5).view(2, 6, 5)
@@ -158,10 +160,10 @@ def test_a_malicious_pickle_costs_nothing(tmp_path, repository, name):
     script = f"""
 import resource, sys
 from pathlib import Path
-from checkpoints_conv.dist_chunks import DAMAGE, stored_block
-from checkpoints_conv.dist_index import read_index
-from checkpoints_conv.dist_reader import DistReader
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.dist_chunks import DAMAGE, stored_block
+from checkpoints_conv.formats.dist_index import read_index
+from checkpoints_conv.formats.dist_reader import DistReader
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 20, int(used) + 20))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES, family_of
-from checkpoints_conv.mapping import ModelMapping
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.families.spec import ModelSpec
 from tests.checkpoints_conv.family_models import ARCHITECTURES, LLAMA3_ROPE, VARIANTS, config_json, tiny_spec
 
 

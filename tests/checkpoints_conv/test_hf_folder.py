@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import INDEX, HfFolder, read_config
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.formats.hf_folder import INDEX, HfFolder, read_config
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints_conv.hf_folder import HfFolder
+from checkpoints_conv.formats.hf_folder import HfFolder
 from checkpoints_conv.to_hf import to_hf
 from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv import jobs

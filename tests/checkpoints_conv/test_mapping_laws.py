@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES
-from checkpoints_conv.mapping import EMBEDDING_NAME, ModelMapping, canonical_name
-from checkpoints_conv.spec import ModelSpec
-from checkpoints_conv.tensors import hf_tensors, megatron_shard, merge
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping, canonical_name
+from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.tensors import hf_tensors, megatron_shard, merge
 from tests.checkpoints_conv.family_models import VARIANTS, family_config, tiny_spec
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
-from megatron_drmas.config.validate import validate
+from megatron_drmas.validate import validate
 from tools.tiny_team.models import POLICIES, build_model, save_policy
 
 RECIPES = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))

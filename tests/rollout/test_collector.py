@@ -12,7 +12,7 @@ from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.collector import Collector, Sampling
-from megatron_drmas.rollout.requests import Sample
+from megatron_drmas.rollout.engine_messages import Sample
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import TrajectoryFailure
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.requests import EngineSettings, Sample
+from megatron_drmas.rollout.engine_messages import EngineSettings, Sample
 from tests.engine_process import EngineProcess, prompt, request
 from tests.tiny_models import make_llama
 

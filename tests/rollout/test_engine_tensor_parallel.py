@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.requests import EngineSettings
+from megatron_drmas.rollout.engine_messages import EngineSettings
 from megatron_drmas.weight_sync.verify import compare
 from tests.engine_process import EngineProcess, prompt, request
 from tests.tiny_models import make_qwen2

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from megatron_drmas.rollout.engine import Engine
-from megatron_drmas.rollout.requests import EngineError, EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from tests.engine_process import ENVIRONMENT, request
 
 STEPS_PER_REQUEST = 3

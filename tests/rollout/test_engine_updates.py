@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.requests import EngineError, EngineSettings
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.shm_sender import ShmSender
 from megatron_drmas.weight_sync.verify import compare, digest

@@ -9,7 +9,7 @@ import torch
 
 from megatron_drmas.algorithm.advantages import check_advantage_config, compute_advantages
 from megatron_drmas.config.algorithm import AlgorithmConfig
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import count_spikes, mean_and_error, read_run, summarise
 from tools.ablation.variants import VARIANTS

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megatron_drmas.config.load import compose_config
-from megatron_drmas.config.validate import validate
+from megatron_drmas.validate import validate
 from megatron_drmas.rollout.tokenizer import load_tokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.workflows.search import SearchStep

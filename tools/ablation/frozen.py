@@ -6,11 +6,11 @@ from statistics import fmean
 from typing import Callable
 
 from megatron_drmas.algorithm.advantages import compute_advantages
-from megatron_drmas.algorithm.early_warning import agent_statistics
+from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.cluster.cluster import Cluster
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.data.questions import Question, load_questions
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.collector import Sampling
 from megatron_drmas.team.team import Team

@@ -17,7 +17,7 @@ import torch
 
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.config.algorithm import AlgorithmConfig
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 
 AGENTS, SAMPLES, TURNS = 3, 5, 4
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.config.validate import validate
-from megatron_drmas.rollout.requests import EngineSettings, Request
+from megatron_drmas.validate import validate
+from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from tools.bench.rollout_throughput import ENVIRONMENT, child, vllm_alone
 
 TARGET = 0.5  # of vLLM alone

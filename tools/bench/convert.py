@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_conv.hf_folder import HfFolder
+from checkpoints_conv.formats.hf_folder import HfFolder
 
 TOOLS = Path(__file__).resolve().parents[1]
 TARGET_RATIO, TARGET_GIB = 0.5, 4.0

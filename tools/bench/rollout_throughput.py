@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Callable
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.requests import EngineSettings, Request
+from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 
 TARGET = 0.5  # of vLLM alone
 GROUP = 8  # requests that share a prompt
@@ -88,7 +88,7 @@ def engine(settings: EngineSettings) -> Callable[[list[Request]], dict]:
     """The same through `Engine`, with a weight update before every round."""
     import torch
 
-    from checkpoints_conv.hf_folder import HfFolder
+    from checkpoints_conv.formats.hf_folder import HfFolder
     from megatron_drmas.rollout.engine import Engine
     from megatron_drmas.weight_sync.shm_sender import ShmSender
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_conv.blocks import Block, same_bytes
-from checkpoints_conv.dtypes import NAMES, Dtype
+from checkpoints_conv.formats.row_blocks import Block, same_bytes
+from checkpoints_conv.formats.dtypes import NAMES, Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
-from checkpoints_conv.safetensors_file import read_blocks
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
+from checkpoints_conv.formats.safetensors_file import read_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ class HfFolder:
             ConversionError: no such tensor.
             OSError, ConversionError: its file cannot be read, or has become shorter.
         """
-        from checkpoints_conv.tensors import mapped_tensor
+        from checkpoints_conv.formats.tensors import mapped_tensor
 
         return mapped_tensor(self.block(name))
 
@@ -150,8 +150,8 @@ class HfFolder:
         self._block[shard] = read_blocks(path, self.shapes, self.dtypes).__getitem__
 
     def _add_pickled(self, shard: str) -> None:
-        from checkpoints_conv.pickled import load_pickled
-        from checkpoints_conv.tensors import block_of
+        from checkpoints_conv.formats.pytorch_bin import load_pickled
+        from checkpoints_conv.formats.tensors import block_of
 
         tensors = load_pickled(self.folder / shard)
         for name, tensor in tensors.items():

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.dist_reader import is_dist_checkpoint
+from checkpoints_conv.formats.dist_reader import is_dist_checkpoint
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import read_config
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.formats.hf_folder import read_config
+from checkpoints_conv.families.spec import ModelSpec
 
 
 def logprobs(folder: Path, config_folder: Path, tokens: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
 def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overrides) -> list:
     """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
 
-    Without CUDA, `megatron_drmas.actor.cpu.install()` must have been called.
+    Without CUDA, `checkpoints_conv.megatron.cpu.install()` must have been called.
 
     Args:
         layers: Megatron layer spec; None: the local one.
@@ -133,7 +133,7 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
     warnings.simplefilter("ignore")  # of what Megatron falls back to without a GPU
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_drmas.actor import cpu
+    from checkpoints_conv.megatron import cpu
 
     cpu.install()
     spec = family_of(config := read_config(config_folder)).model_spec(config)

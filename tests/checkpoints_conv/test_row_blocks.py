@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints_conv import casting
-from checkpoints_conv.blocks import COMPARED_BYTES, BlockFile, FileBlock, MemoryBlock, same_bytes
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats import casting
+from checkpoints_conv.formats.row_blocks import COMPARED_BYTES, BlockFile, FileBlock, MemoryBlock, same_bytes
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.tensors import block_of, joined, mapped_tensor, tensor_of
+from checkpoints_conv.formats.tensors import block_of, joined, mapped_tensor, tensor_of
 
 ROWS, WIDTH = 90, 3001
 SHAPE = (ROWS, WIDTH)

@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Iterable, Optional, Sequence
 
-from checkpoints_conv.dtypes import Dtype
-from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
-from checkpoints_conv.safetensors_file import TensorEntry
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.hf_folder import INDEX, WEIGHTS, read_config
+from checkpoints_conv.formats.safetensors_file import TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a folder holds beside its weights: config, generation config, tokenizer, chat template.

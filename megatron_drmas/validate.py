@@ -14,11 +14,11 @@ import megatron_drmas.environments  # noqa: F401  registers the environments
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
-from checkpoints_conv.hf_folder import HfFolder, read_config, read_json
-from checkpoints_conv.mapping import ModelMapping
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config, read_json
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.families.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
-from megatron_drmas.algorithm.check import check_algorithm_config
+from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy
 
-from checkpoints_conv import plain_pickle
-from checkpoints_conv.blocks import Block, FileBlock, MemoryBlock, read_exactly
-from checkpoints_conv.dtypes import Dtype
-from checkpoints_conv.plain_pickle import Made, Named, Persistent
+from checkpoints_conv.formats import plain_pickle
+from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock, read_exactly
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.plain_pickle import Made, Named, Persistent
 
 # What reading a chunk may raise when its bytes are not what a checkpoint holds; RuntimeError is zipfile's for what it cannot do.
 DAMAGE = (ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
 COMPARED_BYTES = 2**22  # of two blocks at a time

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Iterator
 
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 HF_FILES = "hf"  # folder inside the checkpoint with the HF config, tokenizer and chat template
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

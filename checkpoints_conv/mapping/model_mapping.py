@@ -11,8 +11,8 @@ from typing import Iterator, Mapping, Sequence
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES
 from checkpoints_conv.families.base import EMBEDDING, FINAL_NORM, OUTPUT
-from checkpoints_conv.rules import Rule
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.families.rules import Rule
+from checkpoints_conv.families.spec import ModelSpec
 
 EMBEDDING_NAME, EMBEDDING_HF = EMBEDDING.megatron, EMBEDDING.hf[0]
 OUTPUT_NAME, OUTPUT_HF = OUTPUT.megatron, OUTPUT.hf[0]

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.mapping import EMBEDDING_NAME, OUTPUT_NAME, ModelMapping, canonical_name
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, OUTPUT_NAME, ModelMapping, canonical_name
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ tensor-parallel dimension, merge the r-th pieces group by group, and the result 
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.families.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable
 
-from checkpoints_conv.blocks import Block, BlockFile, FileBlock
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block, BlockFile, FileBlock
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
 LENGTH_BYTES = 8  # of the header's length

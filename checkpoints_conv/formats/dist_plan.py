@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from checkpoints_conv.dist_keys import local_spec_key, place_of
-from checkpoints_conv.dtypes import Dtype
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.mapping.dist_keys import local_spec_key, place_of
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 CHUNK_BYTES = 256 * 2**20  # rows of a larger tensor are written as several chunks
 UNIT_BYTES = 2**30  # of a file; files are written side by side

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Iterator, Mapping
 
-from checkpoints_conv.blocks import BlockFile
-from checkpoints_conv.casting import in_dtype
-from checkpoints_conv.dist_keys import extra_state_keys
-from checkpoints_conv.dist_plan import Chunk, plan_units
-from checkpoints_conv.dtypes import Dtype
-from checkpoints_conv.hf_folder import HfFolder
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.formats.row_blocks import BlockFile
+from checkpoints_conv.formats.casting import in_dtype
+from checkpoints_conv.mapping.dist_keys import extra_state_keys
+from checkpoints_conv.formats.dist_plan import Chunk, plan_units
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.hf_folder import HfFolder
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.progress import run_parallel
 
 
@@ -45,7 +45,7 @@ class DistWriter:
         """
         with ThreadPoolExecutor(1) as aside:
             # Importing torch and its checkpoint package takes seconds; the system copies gigabytes meanwhile.
-            archive = aside.submit(importlib.import_module, "checkpoints_conv.dist_archive")
+            archive = aside.submit(importlib.import_module, "checkpoints_conv.formats.dist_archive")
             run_parallel(self._place, self.units, advance)
             archive.result().complete(self.folder, self.units, self.objects)
 

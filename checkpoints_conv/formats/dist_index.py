@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
-from checkpoints_conv import plain_pickle
+from checkpoints_conv.formats import plain_pickle
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.plain_pickle import Made, Named
+from checkpoints_conv.formats.plain_pickle import Made, Named
 
 
 @dataclass(frozen=True)

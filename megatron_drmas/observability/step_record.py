@@ -4,9 +4,9 @@ from collections import Counter
 
 import torch
 
-from megatron_drmas.algorithm.early_warning import agent_statistics
+from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
-from megatron_drmas.rollout.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
 from megatron_drmas.team.trajectory import Trajectory
 

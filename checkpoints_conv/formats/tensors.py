@@ -5,12 +5,12 @@ from typing import Callable, Optional, Sequence
 import torch
 from torch import Tensor
 
-from checkpoints_conv.blocks import Block, FileBlock, MemoryBlock
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.mapping import ModelMapping, wrong_shape
-from checkpoints_conv.rules import Rule
-from checkpoints_conv.spec import ModelSpec
+from checkpoints_conv.mapping.model_mapping import ModelMapping, wrong_shape
+from checkpoints_conv.families.rules import Rule
+from checkpoints_conv.families.spec import ModelSpec
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_drmas.algorithm.advantages import compute_advantages
-from megatron_drmas.algorithm.early_warning import agent_statistics
+from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 
 

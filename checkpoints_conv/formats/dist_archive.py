@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoints_conv.blocks import BlockFile
-from checkpoints_conv.dist_plan import FRAME_BYTES, Chunk
+from checkpoints_conv.formats.row_blocks import BlockFile
+from checkpoints_conv.formats.dist_plan import FRAME_BYTES, Chunk
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.tensors import torch_dtype
+from checkpoints_conv.formats.tensors import torch_dtype
 
 COMMON = "common.pt"
 NO_STATE = [torch.empty(0, dtype=torch.uint8)]  # what a model without FP8 keeps under `_extra_state`

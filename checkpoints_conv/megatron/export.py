@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from checkpoints_conv.hf_writer import (
+from checkpoints_conv.formats.hf_writer import (
     MAX_SHARD_BYTES,
     copy_side_files,
     plan_shards,
@@ -16,11 +16,11 @@ from checkpoints_conv.hf_writer import (
     shard_names,
     write_index,
 )
-from checkpoints_conv.live import LiveParameter, live_parameters
-from checkpoints_conv.mapping import ModelMapping
-from checkpoints_conv.safetensors_file import SafetensorsWriter, TensorEntry
-from checkpoints_conv.spec import ModelSpec
-from checkpoints_conv.tensors import block_of, dtype_of, hf_tensors
+from checkpoints_conv.megatron.live_parameters import LiveParameter, live_parameters
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.formats.safetensors_file import SafetensorsWriter, TensorEntry
+from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.tensors import block_of, dtype_of, hf_tensors
 
 
 def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

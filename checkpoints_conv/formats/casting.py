@@ -2,8 +2,8 @@
 
 from typing import Iterator, Optional
 
-from checkpoints_conv.blocks import Block
-from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 
 CAST_BYTES = 2**26  # read at a time
@@ -24,7 +24,7 @@ def in_dtype(name: str, block: Block, dtype: Optional[Dtype]) -> Iterator[Block]
     # Where nothing is cast, nothing waits for torch to be imported.
     import torch
 
-    from checkpoints_conv.tensors import block_of, tensor_of, torch_dtype
+    from checkpoints_conv.formats.tensors import block_of, tensor_of, torch_dtype
 
     rows = max(1, CAST_BYTES // block.row_bytes)
     for first in range(0, block.shape[0], rows):

@@ -8,14 +8,14 @@ from typing import Iterator, Optional
 
 import numpy
 
-from checkpoints_conv.blocks import Block, MemoryBlock
-from checkpoints_conv.dist_chunks import DAMAGE, stored_block
-from checkpoints_conv.dist_index import StoredChunk, StoredTensor, read_index
-from checkpoints_conv.dist_keys import Place, local_spec_key, place_of
-from checkpoints_conv.dtypes import NAMES, Dtype
+from checkpoints_conv.formats.row_blocks import Block, MemoryBlock
+from checkpoints_conv.formats.dist_chunks import DAMAGE, stored_block
+from checkpoints_conv.formats.dist_index import StoredChunk, StoredTensor, read_index
+from checkpoints_conv.mapping.dist_keys import Place, local_spec_key, place_of
+from checkpoints_conv.formats.dtypes import NAMES, Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.hf_folder import read_json
-from checkpoints_conv.mapping import ModelMapping
+from checkpoints_conv.formats.hf_folder import read_json
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 MODEL_KEYS = re.compile(r"^(embedding|decoder|output_layer)\.")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_drmas.cluster.host import visible_devices
+from megatron_drmas.cluster.worker import visible_devices
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True), st.data())

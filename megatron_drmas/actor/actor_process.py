@@ -5,7 +5,7 @@ from typing import Any, Optional
 import torch
 from megatron.core import parallel_state
 
-from checkpoints_conv.export import iter_hf_tensors
+from checkpoints_conv.megatron.export import iter_hf_tensors
 from megatron_drmas.actor.policy_actor import PolicyActor
 from megatron_drmas.weight_sync.sender import BucketSender
 

@@ -8,7 +8,7 @@ from megatron_drmas.observability.alarms import Watch
 from megatron_drmas.observability.records import plain
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
-from megatron_drmas.step_record import step_record
+from megatron_drmas.observability.step_record import step_record
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Trajectory, Turn
 

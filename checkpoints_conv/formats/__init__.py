@@ -1,0 +1,1 @@
+"""Checkpoint files: safetensors folders and torch distributed checkpoints; read, planned, written."""

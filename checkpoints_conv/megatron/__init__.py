@@ -1,0 +1,1 @@
+"""Live Megatron models: built, loaded, exported, run."""
