@@ -1,53 +1,72 @@
-"""An actor rank that can also send its weights to engines."""
+"""What the driver calls in an actor's process: a rank of the policy's Megatron side that can also send its weights.
 
-from typing import Any, Optional
+This module imports neither torch nor Megatron, so that a process can be told what to build before its variables are set.
+"""
 
-import torch
-from megatron.core import parallel_state
+from typing import TYPE_CHECKING, Optional
 
-from checkpoints_conv.megatron.export import iter_hf_tensors
-from megatron_drmas.actor.policy_actor import PolicyActor
-from megatron_drmas.weight_sync.sender import BucketSender
+from megatron_drmas.actor.settings import ActorSettings
+
+if TYPE_CHECKING:
+    from megatron_drmas.batch import TurnBatch
+    from megatron_drmas.weight_sync.sender import BucketSender
 
 BUCKET_BYTES = 256 * 2**20
 
 
-class ActorProcess(PolicyActor):
-    """`PolicyActor` plus the sender's side of a weight update.  Only the transfer `shm` has run here; the others need GPUs."""
+class ActorProcess:
+    """One rank's `PolicyActor` and its end of the policy's transport; the arguments are `PolicyActor`'s."""
 
-    _communicator: Any = None
-    _sender: Optional[BucketSender] = None
+    def __init__(self, settings: ActorSettings, rank: int, world_size: int, master_addr: str, master_port: int):
+        from megatron_drmas.actor.policy_actor import PolicyActor
+        from megatron_drmas.weight_sync.transport import TRANSPORTS
 
-    def join_engines(self, info: dict) -> None:
-        """Meet the engines, for the transfer `nccl`; called on rank 0 while the engines run `init_transfer`."""
-        from megatron_drmas.weight_sync.nccl_sender import join
+        self._actor = PolicyActor(settings, rank, world_size, master_addr, master_port)
+        self._transport = TRANSPORTS[settings.transport]()
+        self._sender: Optional[BucketSender] = None
 
-        self._communicator = join(info)
+    def initialize(self, weights: str) -> dict:
+        """`PolicyActor.initialize`."""
+        return self._actor.initialize(weights)
 
-    def begin_send(self, transfer: str, dtype: str, verify: bool) -> None:
+    def update(self, batch: "TurnBatch", step: int) -> dict:
+        """`PolicyActor.update`."""
+        return self._actor.update(batch, step)
+
+    def save(self, path: str) -> None:
+        """`PolicyActor.save`."""
+        self._actor.save(path)
+
+    def load(self, path: str) -> None:
+        """`PolicyActor.load`."""
+        self._actor.load(path)
+
+    def export_hf(self, path: str) -> None:
+        """`PolicyActor.export_hf`."""
+        self._actor.export_hf(path)
+
+    def join_transfer_group(self, info: dict) -> None:
+        """Join the engines' group, while they initialize their end of the transport; called on rank 0."""
+        self._transport.join(info)
+
+    def begin_send(self, dtype: str, verify: bool) -> None:
         """Prepare to send every tensor once.
 
         Args:
-            transfer: shm | ipc | nccl.
             dtype: of the engines' weights, such as "float32".
             verify: digest what is sent, for `end_send`.
         """
-        first_replica = parallel_state.get_data_parallel_rank() == 0
-        leads = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
-        tensors = iter_hf_tensors([self.model], self.spec) if first_replica or transfer == "ipc" else []
-        arguments = (tensors, BUCKET_BYTES, getattr(torch, dtype))
-        if transfer == "shm":
-            from megatron_drmas.weight_sync.shm_sender import ShmSender
+        import torch
+        from megatron.core import parallel_state
 
-            self._sender = ShmSender(*arguments, publish=leads, verify=verify)
-        elif transfer == "ipc":
-            from megatron_drmas.weight_sync.ipc_sender import IpcSender
+        from checkpoints_conv.megatron.export import iter_hf_tensors
 
-            self._sender = IpcSender(*arguments, publish=True, verify=verify)
-        else:
-            from megatron_drmas.weight_sync.nccl_sender import NcclSender
-
-            self._sender = NcclSender(self._communicator, *arguments, publish=leads, verify=verify)
+        takes_part = self._transport.every_rank_publishes or parallel_state.get_data_parallel_rank() == 0
+        publishes = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._sender = self._transport.sender(
+            iter_hf_tensors([self._actor.model], self._actor.spec) if takes_part else [],
+            BUCKET_BYTES, getattr(torch, dtype), publish=publishes or self._transport.every_rank_publishes, verify=verify,
+        )
 
     def next_bucket(self) -> Optional[dict]:
         """The next bucket: its update info, {} on a rank that only takes part, None when all has been sent."""

@@ -12,6 +12,7 @@ from megatron_drmas.actor.fp8_emulation import emulate_fp8
 from megatron_drmas.actor.local_layers import ChosenTokensLayer, local_block_spec
 from megatron_drmas.actor.precision import DTYPES, fp8_arguments
 from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
 
 
@@ -21,7 +22,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
     Parameters always start random, also where a checkpoint replaces them: without initialisation Megatron does not
     mark them as tensor-parallel, and the gradient norm would miss the shards of every rank but the first.
     """
-    parallel, dtype, cuda = settings.policy.parallel, DTYPES[settings.precision.mode], settings.device == "cuda"
+    parallel, dtype, accelerated = settings.policy.parallel, DTYPES[settings.precision.mode], DEVICES[settings.device].accelerated
     fused = _with_transformer_engine(settings)
     recompute = {}
     if settings.policy.recompute:
@@ -37,8 +38,8 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # checked wherever lengths vary, also without experts
         deallocate_pipeline_outputs=parallel.pipeline > 1,
-        use_cpu_initialization=not cuda,
-        deterministic_mode=settings.deterministic and cuda,
+        use_cpu_initialization=not accelerated,
+        deterministic_mode=settings.deterministic and accelerated,
         # The loss carries its own normalisation: Megatron scales it neither by micro-batches nor by replicas.
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
@@ -47,7 +48,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         apply_rope_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
-        moe_grouped_gemm=cuda and bool(spec.experts),
+        moe_grouped_gemm=accelerated and bool(spec.experts),
         **recompute,
         **fp8_arguments(settings.precision),
     )
@@ -136,8 +137,7 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
     )
     if settings.precision.mode == "fp8_emulated":
         emulate_fp8(model, settings.precision.fp8, spec.layers)
-    if settings.device == "cuda":
-        model.cuda(torch.cuda.current_device())
+    model.cuda(torch.cuda.current_device())
     wrapped = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -152,7 +152,7 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
 
 
 def _with_transformer_engine(settings: ActorSettings) -> bool:
-    return settings.device == "cuda" and settings.precision.mode != "fp8_emulated"
+    return DEVICES[settings.device].accelerated and settings.precision.mode != "fp8_emulated"
 
 
 def _sum_gradients(model: list, num_tokens, **groups) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.devices import DEVICES
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -24,10 +25,10 @@ def initialise_groups(settings: ActorSettings, rank: int, world_size: int, maste
             f"policies.{settings.name}.parallel asks for tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
             f"data {parallel.data} = {parallel.world_size} processes, but {world_size} were started"
         )
-    if settings.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = DEVICES[settings.device]
+    device.activate(rank)
     dist.init_process_group(
-        "nccl" if settings.device == "cuda" else "gloo",
+        device.collectives,
         store=_store(rank, world_size, master_addr, master_port),
         rank=rank,
         world_size=world_size,

@@ -12,7 +12,6 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.formats.hf_folder import read_config
 from checkpoints_conv.megatron.load import load_hf_weights
 from checkpoints_conv.mapping.model_mapping import ModelMapping
-from checkpoints_conv.megatron import cpu
 from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics
@@ -50,8 +49,6 @@ class PolicyActor:
         Returns:
             parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank.
         """
-        if self.settings.device == "cpu":
-            cpu.install()
         initialise_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PrecisionConfig
+from megatron_drmas.devices import DEVICES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp8_emulated": torch.float32}
 RECIPES = ("delayed", "tensorwise", "blockwise")
@@ -31,7 +32,7 @@ def check_precision(precision: PrecisionConfig, device: str, layers: int) -> Non
     mode, fp8 = precision.mode, precision.fp8
     if mode not in DTYPES:
         raise ConfigError("precision.mode", mode, "unknown", f"choose one of {', '.join(DTYPES)}")
-    if mode == "fp8" and device != "cuda":
+    if mode == "fp8" and not DEVICES[device].accelerated:
         raise ConfigError("precision.mode", mode, "needs Transformer Engine on a Hopper or newer GPU", "use fp8_emulated")
     if not mode.startswith("fp8"):
         return

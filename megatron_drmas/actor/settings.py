@@ -18,6 +18,7 @@ class ActorSettings:
     seed: int = 0
     deterministic: bool = False
     device: str = "cpu"  # cpu | cuda
+    transport: str = "shm"  # to the engines; a name registered in megatron_drmas.weight_sync
     total_steps: int = 1  # training steps of the run
     updates_per_batch: int = 1  # optimizer steps on each batch
 

@@ -17,6 +17,7 @@ from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.client import PolicyClient
@@ -158,7 +159,7 @@ def start_ray(processes: int) -> None:
 
 async def _reserve(config: RunConfig, device: str) -> Optional[Any]:
     """A placement group with one bundle per node; None on CPUs.  Untested here for want of a GPU."""
-    if device == "cpu":
+    if not DEVICES[device].placed:
         return None
     bundle = {"GPU": config.cluster.gpus_per_node, "CPU": 1}
     group = ray.util.placement_group([bundle] * config.cluster.nodes, strategy="STRICT_SPREAD")

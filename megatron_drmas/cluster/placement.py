@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
+from megatron_drmas.devices import DEVICES
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def place(config: RunConfig, device: str) -> Placement:
         ConfigError: the allocation is too small (with the arithmetic), or a group does not fit within a node.
     """
     placement = Placement()
-    if device == "cpu":
+    if not DEVICES[device].placed:
         for name, policy in config.policies.items():
             placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if policy.trainable else 0)
             placement.engines[name] = [Slot(0, ())] * policy.engine.replicas

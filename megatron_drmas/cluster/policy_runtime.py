@@ -1,21 +1,24 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any, Awaitable, Callable, Optional
 
 import ray
 
+from megatron_drmas.actor.actor_process import ActorProcess
 from megatron_drmas.actor.precision import environment
+from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
+from megatron_drmas.devices import DEVICES, Device
+from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
-from megatron_drmas.weight_sync.nccl_sender import engine_init_infos
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
+from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 SUBMIT_TIMEOUT_S = 60.0
 
@@ -39,18 +42,22 @@ class PolicyRuntime:
         self._policy = config.policies[name]
         self._device = device
         self._step_timeout_s = config.cluster.step_timeout_s
-        self._transfer = transfer(config, name, device)
-        self._takes_turns = device == "cuda" and config.cluster.colocate and bool(actors)
+        nodes = {slot.node for slot in actors + engines}
+        shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
+        self._transport = choose_transport(config.cluster.transport, Route(device, shared, self._policy.parallel.pipeline, len(nodes)), name)
+        self._takes_turns = shared and DEVICES[device].sleeps
         self._asleep = False
 
-        def process(kind: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
+        def process(kind: type, role: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
             return RemoteProcess(
-                f"{kind} {index} of policy {name!r}", logs / f"{name}_{kind}_{index}.log", _environment(kind, slot, threads, config.precision),
-                asynchronous=kind == "engine", bundle=None if bundles is None else (bundles, slot.node),
+                kind, f"{role} {index} of policy {name!r}", logs / f"{name}_{role}_{index}.log",
+                _environment(role, DEVICES[device], slot, threads, config.precision),
+                asynchronous=role == "engine", bundle=None if bundles is None else (bundles, slot.node),
             )
 
-        self._actors = [process("actor", rank, slot, config.cluster.actor_threads) for rank, slot in enumerate(actors)]
-        self._engines = [process("engine", index, slot, config.cluster.engine_threads) for index, slot in enumerate(engines)]
+        threads = config.cluster.actor_threads, config.cluster.engine_threads
+        self._actors: list[RemoteProcess[ActorProcess]] = [process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)]
+        self._engines: list[RemoteProcess[Engine]] = [process(Engine, "engine", *each, threads[1]) for each in enumerate(engines)]
 
     @property
     def has_actor(self) -> bool:
@@ -59,41 +66,40 @@ class PolicyRuntime:
     async def start(self) -> None:
         """Bring up every process; the actor with the model folder's weights."""
         await together([*(self._start_engine(engine) for engine in self._engines), self._start_actor()])
-        if self._transfer == "nccl" and self._actors:
+        if self._transport.joins and self._actors:
             timeout_s = self._config.cluster.start_timeout_s
-            infos = engine_init_infos(*await self._actors[0].address(timeout_s), len(self._engines), self._policy.engine.tensor)
+            address = await self._actors[0].address(timeout_s)
+            infos = self._transport.engine_init_infos(*address, len(self._engines), self._policy.engine.tensor)
             await together([
-                self._actors[0].call("join_engines", infos[0], timeout_s=timeout_s),
-                *(engine.call("init_transfer", info, timeout_s=timeout_s) for engine, info in zip(self._engines, infos)),
+                self._actors[0].call(timeout_s, ActorProcess.join_transfer_group, infos[0]),
+                *(engine.call(timeout_s, Engine.init_transfer, info) for engine, info in zip(self._engines, infos)),
             ])
 
-    async def _start_engine(self, engine: RemoteProcess) -> None:
+    async def _start_engine(self, engine: RemoteProcess[Engine]) -> None:
         settings = EngineSettings(
             name=self.name, model=self._policy.model, engine=self._policy.engine, dtype=self._config.precision.rollout,
             seed=self._config.seed, deterministic=self._config.deterministic, device=self._device,
-            threads=self._config.cluster.engine_threads, transfer=self._transfer, sleep=self._takes_turns,
+            threads=self._config.cluster.engine_threads, transport=self._transport.name, sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s
-        await engine.build("megatron_drmas.rollout.engine:Engine", settings, timeout_s=timeout_s)
-        await engine.call("start", timeout_s=timeout_s)
+        await engine.build(timeout_s, settings)
+        await engine.call(timeout_s, Engine.start)
 
     async def _start_actor(self) -> None:
         if not self._actors:
             return
-        from megatron_drmas.actor.settings import ActorSettings
-
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         settings = ActorSettings(
             name=self.name, policy=self._policy, precision=config.precision, loss=config.algorithm.loss,
             temperature=config.rollout.temperature, seed=config.seed, deterministic=config.deterministic, device=self._device,
-            total_steps=config.steps, updates_per_batch=config.algorithm.updates_per_batch,
+            transport=self._transport.name, total_steps=config.steps, updates_per_batch=config.algorithm.updates_per_batch,
         )
         host, port = await self._actors[0].address(timeout_s)
         await together((
-            actor.build("megatron_drmas.actor.actor_process:ActorProcess", settings, rank, len(self._actors), host, port, timeout_s=timeout_s)
+            actor.build(timeout_s, settings, rank, len(self._actors), host, port)
             for rank, actor in enumerate(self._actors)
         ))
-        await self._on_all_ranks("initialize", self._policy.model, timeout_s=timeout_s)
+        await self._on_all_ranks(timeout_s, ActorProcess.initialize, self._policy.model)
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
         """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`.
@@ -101,9 +107,9 @@ class PolicyRuntime:
         Engines on the actor's GPUs sleep from here until the next `sync_weights`.
         """
         if self._takes_turns and not self._asleep:
-            await self._on_all_engines("sleep")
+            await self._on_all_engines(Engine.sleep)
             self._asleep = True
-        return (await self._on_all_ranks("update", ray.put(batch), step, timeout_s=self._step_timeout_s))[0]
+        return (await self._on_all_ranks(self._step_timeout_s, ActorProcess.update, ray.put(batch), step))[0]
 
     async def sync_weights(self, version: int, verify: bool) -> SyncStats:
         """Bring the engines to the actor's weights, and compare them tensor by tensor if asked.
@@ -113,39 +119,37 @@ class PolicyRuntime:
         """
         timeout_s = self._config.cluster.sync_timeout_s
 
-        def remote(process: RemoteProcess, method: str) -> Callable[..., Awaitable[Any]]:
-            return lambda *args: process.call(method, *args, timeout_s=timeout_s)
+        def remote(process: RemoteProcess, method: Callable, *first: Any) -> Callable[..., Awaitable[Any]]:
+            return lambda *args: process.call(timeout_s, method, *first, *args)
 
         senders = [
             SenderCalls(
-                actor.name, partial(remote(actor, "begin_send"), self._transfer, self._config.precision.rollout),
-                remote(actor, "next_bucket"), remote(actor, "end_send"),
+                actor.name, remote(actor, ActorProcess.begin_send, self._config.precision.rollout),
+                remote(actor, ActorProcess.next_bucket), remote(actor, ActorProcess.end_send),
             )
             for actor in self._actors
         ]
-        engines = [
-            EngineCalls(engine.name, *(remote(engine, method) for method in ("begin_update", "load_bucket", "finish_update", "weight_digests")))
-            for engine in self._engines
-        ]
+        methods = (Engine.begin_update, Engine.load_bucket, Engine.finish_update, Engine.weight_digests)
+        engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in self._engines]
         if self._asleep:
-            await self._on_all_engines("wake_up", "weights")
+            await self._on_all_engines(Engine.wake_up, "weights")
         stats = await synchronise(senders, engines, version, timeout_s, verify)
         if self._asleep:
-            await self._on_all_engines("wake_up", "kv_cache")
+            await self._on_all_engines(Engine.wake_up, "kv_cache")
             self._asleep = False
         return stats
 
     async def save(self, folder: Path) -> None:
         """Write the actor's checkpoint."""
-        await self._on_all_ranks("save", str(folder.resolve()), timeout_s=self._step_timeout_s)
+        await self._on_all_ranks(self._step_timeout_s, ActorProcess.save, str(folder.resolve()))
 
     async def load(self, folder: Path) -> None:
         """Restore the actor."""
-        await self._on_all_ranks("load", str(folder.resolve()), timeout_s=self._step_timeout_s)
+        await self._on_all_ranks(self._step_timeout_s, ActorProcess.load, str(folder.resolve()))
 
     async def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await self._on_all_ranks("export_hf", str(folder.resolve()), timeout_s=self._step_timeout_s)
+        await self._on_all_ranks(self._step_timeout_s, ActorProcess.export_hf, str(folder.resolve()))
 
     def engine_handles(self) -> list["EngineProxy"]:
         """What a `PolicyClient` talks to."""
@@ -156,49 +160,38 @@ class PolicyRuntime:
         for process in self._actors + self._engines:
             process.kill()
 
-    async def _on_all_engines(self, method: str, *args: Any) -> None:
-        await together(engine.call(method, *args, timeout_s=self._config.cluster.sync_timeout_s) for engine in self._engines)
+    async def _on_all_engines(self, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        await together(engine.call(self._config.cluster.sync_timeout_s, method, *args) for engine in self._engines)
 
-    async def _on_all_ranks(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return await together((actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors))
+    async def _on_all_ranks(self, timeout_s: float, method: Callable, *args: Any) -> list[Any]:
+        return await together(actor.call(timeout_s, method, *args) for actor in self._actors)
 
 
 class EngineProxy:
     """`EngineHandle` of an engine process."""
 
-    def __init__(self, process: RemoteProcess):
+    def __init__(self, process: RemoteProcess[Engine]):
         self._process = process
 
     def submit(self, requests: list[Request]) -> Awaitable[None]:
-        return self._process.call("submit", requests, timeout_s=SUBMIT_TIMEOUT_S)
+        return self._process.call(SUBMIT_TIMEOUT_S, Engine.submit, requests)
 
     def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
-        return self._process.call("poll", timeout_s, timeout_s=timeout_s + SUBMIT_TIMEOUT_S)
+        return self._process.call(timeout_s + SUBMIT_TIMEOUT_S, Engine.poll, timeout_s)
 
 
-def transfer(config: RunConfig, policy: str, device: str) -> str:
-    """The back end of vLLM's weight-transfer API for a policy: shm on CPUs, and for an actor that is cut into pipeline
-    stages, which the GPU back ends cannot serve; on GPUs ipc where engines share the actor's, nccl otherwise."""
-    if device == "cpu" or config.policies[policy].parallel.pipeline > 1:
-        return "shm"
-    return "ipc" if config.cluster.colocate else "nccl"
-
-
-def _environment(kind: str, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
+def _environment(kind: str, device: Device, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
     """Variables of a process that must be set before torch, Megatron or vLLM are imported."""
     variables = {
-        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+        **device.environment(slot.devices, threads),
     }
-    if slot.devices:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))
-    else:
-        variables["TORCHDYNAMO_DISABLE"] = "1"
     if not os.environ.get("RAY_ADDRESS"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     if kind == "engine":
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        variables |= {} if slot.devices else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        variables |= device.engine_environment(threads)
     if kind == "actor":
         variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(precision)}
     return variables

@@ -2,34 +2,41 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Awaitable, Callable, Concatenate, Generic, Optional, ParamSpec, TypeVar, overload
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
-from megatron_drmas.cluster.worker import AsyncHost, Host
+from megatron_drmas.cluster.worker import AsyncWorker, Worker
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ProcessFailure(RuntimeError):
     """A process of the run died, raised, or did not answer in time."""
 
 
-class RemoteProcess:
-    """A `Host` somewhere in the Ray cluster.
+class RemoteProcess(Generic[T]):
+    """An object of class T in a process of its own, somewhere in the Ray cluster.
 
     Args:
+        kind: T, from a module that can be imported before the process's variables are set.
         name: for errors, such as "actor of policy 'verifier', rank 1".
         log: its log file, on the machine it runs on.
-        environment: variables set before its imports.
+        environment: variables set before the object is built.
         asynchronous: the object has coroutine methods and serves several calls at a time.
         bundle: (placement group, index) to run in; None: anywhere.
     """
 
     def __init__(
-        self, name: str, log: Path, environment: dict[str, str], asynchronous: bool = False, bundle: Optional[tuple[Any, int]] = None,
+        self, kind: type[T], name: str, log: Path, environment: dict[str, str], asynchronous: bool = False,
+        bundle: Optional[tuple[Any, int]] = None,
     ):
         self.name = name
         self.log = log
+        self._kind = kind
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if asynchronous:
             options["max_concurrency"] = 64
@@ -37,25 +44,34 @@ class RemoteProcess:
             options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 placement_group=bundle[0], placement_group_bundle_index=bundle[1],
             )
-        kind = ray.remote(AsyncHost if asynchronous else Host)
-        self._handle = kind.options(**options).remote(str(log.resolve()), environment)
+        worker = ray.remote(AsyncWorker if asynchronous else Worker)
+        self._handle = worker.options(**options).remote(str(log.resolve()), environment)
 
     async def address(self, timeout_s: float) -> tuple[str, int]:
         """An address and a free port on the process's machine."""
         return await self._wait("address", self._handle.address.remote(), timeout_s)
 
-    async def build(self, target: str, *args: Any, timeout_s: float) -> None:
-        """Construct the process's object."""
-        await self._wait("build", self._handle.build.remote(target, *args), timeout_s)
+    async def build(self, timeout_s: float, *args: Any) -> None:
+        """Construct the object with `args`."""
+        await self._wait("build", self._handle.build.remote(self._kind, *args), timeout_s)
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method of the process's object.
+    @overload
+    async def call(
+        self, timeout_s: float, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+
+    @overload
+    async def call(self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    async def call(self, timeout_s: float, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the object, given as the class's own: `await process.call(60, Engine.submit, requests)`.
 
         Raises:
-            ProcessFailure: it died, raised, or did not answer in `timeout_s`; the message names the process, what
-                happened, and the log.
+            ProcessFailure: the process died, the method raised, or it did not answer in `timeout_s`; the message names the
+                process, what happened, and the log.
         """
-        return await self._wait(method, self._handle.call.remote(method, *args), timeout_s)
+        name = method.__name__
+        return await self._wait(name, self._handle.call.remote(name, *args, **kwargs), timeout_s)
 
     def kill(self) -> None:
         """End the process at once."""

@@ -6,7 +6,6 @@ This module imports nothing heavy: the environment of torch, Megatron and vLLM i
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import inspect
 import os
 import signal
@@ -19,8 +18,8 @@ from typing import Any, Iterator, Optional
 PR_SET_PDEATHSIG = 1
 
 
-class Host:
-    """Builds one object by name and calls its methods; made a Ray actor by `RemoteProcess`.
+class Worker:
+    """Builds one object and calls its methods, on the process's main thread; made a Ray actor by `RemoteProcess`.
 
     Args:
         log: file that takes the process's output.
@@ -47,35 +46,29 @@ class Host:
             listener.bind(("", 0))
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
-    def build(self, target: str, *args: Any) -> None:
-        """Construct the object.
-
-        Args:
-            target: "package.module:Class".
-            args: of its constructor.
-        """
-        module, _, name = target.partition(":")
+    def build(self, kind: type, *args: Any) -> None:
+        """Construct the object; what `kind`'s constructor imports sees the process's variables."""
         with _logged():
-            self._object = getattr(importlib.import_module(module), name)(*args)
+            self._object = kind(*args)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object; an exception is also written to the log."""
         with _logged():
-            return getattr(self._object, method)(*args)
+            return getattr(self._object, method)(*args, **kwargs)
 
 
-class AsyncHost(Host):
-    """A host whose object may have coroutine methods; plain methods run in a thread, so that nothing waits for them."""
+class AsyncWorker(Worker):
+    """A worker whose object may have coroutine methods; plain methods run in a thread, so that nothing waits for them."""
 
-    async def build(self, target: str, *args: Any) -> None:
-        await asyncio.to_thread(super().build, target, *args)
+    async def build(self, kind: type, *args: Any) -> None:
+        await asyncio.to_thread(super().build, kind, *args)
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self._object, method)
         with _logged():
             if inspect.iscoroutinefunction(function):
-                return await function(*args)
-            return await asyncio.to_thread(function, *args)
+                return await function(*args, **kwargs)
+            return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def visible_devices(positions: str, allowed: Optional[str]) -> str:

@@ -203,6 +203,7 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     nodes: int = 1
     gpus_per_node: int = 0
+    transport: str = "auto"  # of weights from actors to engines; auto: the first of ipc, nccl, shm that serves the placement
     colocate: bool = True  # actors and engines take turns on the same GPUs
     actor_threads: int = 1
     engine_threads: int = 1

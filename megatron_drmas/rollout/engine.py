@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import check_environment
 
@@ -179,7 +180,7 @@ class Engine:
             )
 
     def _check_can_sleep(self) -> None:
-        if not self.settings.sleep or self.settings.device != "cuda":
+        if not self.settings.sleep or not DEVICES[self.settings.device].sleeps:
             raise EngineError(f"engine of policy {self.settings.name!r} cannot sleep: that takes device='cuda' and sleep=True")
 
     def _take(self) -> list[Sample]:

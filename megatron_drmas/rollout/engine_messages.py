@@ -19,7 +19,7 @@ class EngineSettings:
         deterministic: samples depend on the submit they came with and on nothing before; see `Engine`.
         device: cpu | cuda.
         threads: of the CPU kernels; must equal OMP_NUM_THREADS, which decides.
-        transfer: vLLM's weight-transfer back end: shm (CPU) | ipc (GPUs shared with the actor) | nccl (GPUs of its own).
+        transport: name of what brings the weights, on both sides: see `weight_sync.transport`.
         sleep: the engine can give its GPU memory back between generations.
     """
 
@@ -31,7 +31,7 @@ class EngineSettings:
     deterministic: bool = False
     device: str = "cpu"
     threads: int = 1
-    transfer: str = "shm"
+    transport: str = "shm"
     sleep: bool = False
 
 

@@ -17,6 +17,7 @@ from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, 
 from megatron_drmas.rollout.vllm_settings import engine_args, stop_token_ids
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.manifest import Manifest
+from megatron_drmas.weight_sync.transport import TRANSPORTS
 
 
 class LLMCore:
@@ -40,7 +41,7 @@ class LLMCore:
         self._updating = False
         self._version = 0
         self._llm.set_weight_version("0")
-        if settings.transfer != "nccl":
+        if not TRANSPORTS[settings.transport].joins:
             self.init_transfer({})
 
     @property

@@ -5,13 +5,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineSettings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
-
-CPU_BLOCK_TOKENS = 32  # the smallest that vLLM's CPU attention takes: short prompts share prefixes
-PREFILL_TOKENS = 2048  # of one step, unless the model's length asks for more
 
 
 def check_environment(settings: EngineSettings) -> None:
@@ -20,9 +18,7 @@ def check_environment(settings: EngineSettings) -> None:
     Raises:
         ValueError: names the variable, its value and the one needed.
     """
-    needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if settings.device == "cpu":
-        needed |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **DEVICES[settings.device].engine_environment(settings.threads)}
     for name, value in needed.items():
         if os.environ.get(name) != value:
             raise ValueError(
@@ -52,16 +48,13 @@ def stop_token_ids(model: str) -> list[int]:
 def engine_args(settings: EngineSettings) -> "EngineArgs":
     """Arguments of a `LLMEngine` that takes token ids and gives processed log-probs.
 
-    On CPUs prompts are computed whole: vLLM 0.32 cannot rewind a CPU random stream after a partial prefill, so chunked
-    prefill and per-request seeds exclude each other there.  Asynchronous scheduling is off so that every token belongs
-    to the weight version that was in force when it was sampled.  The GPU branch is written to vLLM's documentation and
-    untested here.
+    Asynchronous scheduling is off so that every token belongs to the weight version that was in force when it was sampled.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
     size = settings.engine
-    common = dict(
+    return EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,
         generation_config="vllm",
@@ -74,22 +67,7 @@ def engine_args(settings: EngineSettings) -> "EngineArgs":
         enable_prefix_caching=True,
         async_scheduling=False,
         disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=settings.transfer),
+        weight_transfer_config=WeightTransferConfig(backend=settings.transport),
         worker_extension_cls="megatron_drmas.weight_sync.extension.WeightSyncExtension",
-    )
-    if settings.device == "cuda":
-        return EngineArgs(
-            **common,
-            gpu_memory_utilization=size.gpu_memory_utilization,
-            enable_chunked_prefill=True,
-            enable_sleep_mode=settings.sleep,
-            disable_custom_all_reduce=settings.deterministic,
-        )
-    return EngineArgs(
-        **common,
-        enforce_eager=True,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(size.max_model_len, size.max_num_seqs, PREFILL_TOKENS),
-        block_size=CPU_BLOCK_TOKENS,
-        kv_cache_memory_bytes=size.kv_cache_mib << 20,
+        **DEVICES[settings.device].engine_arguments(size, settings.deterministic, settings.sleep),
     )

@@ -1,9 +1,13 @@
 """Actor's side of vLLM's built-in `ipc` back end: engines on the same GPUs read the actor's memory.  Untested here."""
 
+from typing import Iterable, Optional
+
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_drmas.weight_sync.sender import BucketSender, NamedTensors
+from megatron_drmas.weight_sync.transport import Route, Transport, register_transport
 from megatron_drmas.weight_sync.verify import digest
 
 
@@ -30,3 +34,21 @@ class IpcSender(BucketSender):
     def close(self) -> None:
         self._alive = ([], [])
         torch.cuda.ipc_collect()
+
+
+@register_transport("ipc")
+class IpcTransport(Transport):
+    """CUDA IPC, where engines share the actor's GPUs.  Untested here."""
+
+    every_rank_publishes = True
+
+    @classmethod
+    def objection(cls, route: Route) -> Optional[str]:
+        if route.device != "cuda" or not route.shared:
+            return "the engines are not on the actor's GPUs"
+        return "a GPU has the parameters of one pipeline stage only" if route.pipeline > 1 else None
+
+    def sender(
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+    ) -> IpcSender:
+        return IpcSender(tensors, bucket_bytes, dtype, publish=True, verify=verify)

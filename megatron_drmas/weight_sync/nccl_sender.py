@@ -6,30 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.weight_sync.sender import BucketSender, NamedTensors
+from megatron_drmas.weight_sync.transport import Route, Transport, register_transport
 from megatron_drmas.weight_sync.verify import digest
-
-
-def engine_init_infos(master_address: str, master_port: int, engines: int, tensor: int) -> list[dict]:
-    """What `Engine.init_transfer` needs, per engine of `tensor` workers: all of them and one sender make a group.
-
-    The engines' calls and the sender's `join` must run at the same time.
-    """
-    shared = {"master_address": master_address, "master_port": master_port, "world_size": 1 + engines * tensor, "packed": False}
-    return [{**shared, "rank_offset": 1 + index * tensor} for index in range(engines)]
-
-
-def join(info: dict) -> Any:
-    """The sender's end of the group; once per run, on the rank that publishes.
-
-    Args:
-        info: any of `engine_init_infos`.
-
-    Returns:
-        vLLM's communicator, for `NcclSender`.
-    """
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-    return trainer_init(info)
 
 
 class NcclSender(BucketSender):
@@ -39,7 +17,7 @@ class NcclSender(BucketSender):
     Follows vLLM 0.32's unpacked format; untested here.
 
     Args:
-        communicator: of `join`; None on ranks that do not publish.
+        communicator: of `NcclTransport.join`; None on ranks that do not publish.
     """
 
     def __init__(
@@ -62,3 +40,35 @@ class NcclSender(BucketSender):
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
         self._alive = ([], [])
+
+
+@register_transport("nccl")
+class NcclTransport(Transport):
+    """NCCL, to engines on GPUs of their own, on any node: one sender and every engine's workers make a group.  Untested here."""
+
+    joins = True
+
+    def __init__(self):
+        self._communicator: Any = None
+
+    @classmethod
+    def objection(cls, route: Route) -> Optional[str]:
+        if route.device != "cuda" or route.shared:
+            return "NCCL has no two ranks on one GPU" if route.device == "cuda" else "NCCL needs GPUs"
+        return "its group has one sender, and every pipeline stage would be one" if route.pipeline > 1 else None
+
+    @classmethod
+    def engine_init_infos(cls, address: str, port: int, engines: int, tensor: int) -> list[dict]:
+        shared = {"master_address": address, "master_port": port, "world_size": 1 + engines * tensor, "packed": False}
+        return [{**shared, "rank_offset": 1 + index * tensor} for index in range(engines)]
+
+    def join(self, info: dict) -> None:
+        """Join the group with any of `engine_init_infos`; once per run."""
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        self._communicator = trainer_init(info)
+
+    def sender(
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+    ) -> NcclSender:
+        return NcclSender(self._communicator, tensors, bucket_bytes, dtype, publish, verify)

@@ -2,12 +2,14 @@
 
 import shutil
 from multiprocessing.shared_memory import SharedMemory
-from typing import Optional
+from typing import Iterable, Optional
 
 import torch
+from torch import Tensor
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.sender import BucketSender, NamedTensors, padded_bytes
+from megatron_drmas.weight_sync.transport import Route, Transport, register_transport
 from megatron_drmas.weight_sync.verify import digest
 
 FOLDER = "/dev/shm"
@@ -54,6 +56,20 @@ class ShmSender(BucketSender):
             segment = SharedMemory(create=True, size=size)
         self._slots = (other, segment)
         return segment
+
+
+@register_transport("shm")
+class ShmTransport(Transport):
+    """Shared memory of one machine, for CPUs and for actors that are cut into pipeline stages."""
+
+    @classmethod
+    def objection(cls, route: Route) -> Optional[str]:
+        return "actor and engines lie on several nodes, which share no memory" if route.nodes > 1 else None
+
+    def sender(
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+    ) -> ShmSender:
+        return ShmSender(tensors, bucket_bytes, dtype, publish, verify)
 
 
 def _free(segment: Optional[SharedMemory]) -> None:

@@ -51,14 +51,14 @@ def nccl_messages() -> tuple[dict, list, list]:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-    from megatron_drmas.weight_sync.nccl_sender import NcclSender, engine_init_infos
+    from megatron_drmas.weight_sync.nccl_sender import NcclSender, NcclTransport
 
     sent = []
 
     def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
         sent.append((tensor.tolist(), src))
 
-    ranks = [NCCLWeightTransferInitInfo(**info) for info in engine_init_infos("10.0.0.1", 29500, engines=2, tensor=4)]
+    ranks = [NCCLWeightTransferInitInfo(**info) for info in NcclTransport.engine_init_infos("10.0.0.1", 29500, engines=2, tensor=4)]
     with mock.patch("torch.cuda.current_stream"):
         sender = NcclSender(SimpleNamespace(broadcast=broadcast), iter(TENSORS), 10**6)
         info = NCCLWeightTransferUpdateInfo(**sender.next_bucket())

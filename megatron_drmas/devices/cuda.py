@@ -1,0 +1,38 @@
+"""NVIDIA GPUs: NCCL, Transformer Engine, vLLM's CUDA kernels.  Written to the libraries' documentation, untested here."""
+
+from typing import Any
+
+from megatron_drmas.config.schema import EngineConfig
+from megatron_drmas.devices.base import Device
+
+
+class Cuda(Device):
+    """The GPUs of an allocation."""
+
+    name = "cuda"
+    collectives = "nccl"
+    accelerated = True
+    placed = True
+    sleeps = True
+
+    def activate(self, rank: int) -> None:
+        import torch
+
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+    def environment(self, devices: tuple[int, ...], threads: int) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        }
+
+    def engine_environment(self, threads: int) -> dict[str, str]:
+        return {}
+
+    def engine_arguments(self, engine: EngineConfig, deterministic: bool, sleep: bool) -> dict[str, Any]:
+        return {
+            "gpu_memory_utilization": engine.gpu_memory_utilization,
+            "enable_chunked_prefill": True,
+            "enable_sleep_mode": sleep,
+            "disable_custom_all_reduce": deterministic,
+        }
