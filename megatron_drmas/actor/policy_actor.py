@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -20,10 +21,11 @@ from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, opti
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
 from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
 from megatron_drmas.actor.precision import token_multiple
+from megatron_drmas.actor.reference import ReferencePolicy
 from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.actor.trust_region import TrustRegions
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
-from megatron_drmas.algorithm.teamtr import TrustRegion, measure_update
 from megatron_drmas.batch import TurnBatch, gather_segments
 
 
@@ -57,8 +59,8 @@ class PolicyActor:
             load_hf_weights([self.model], weights, self.spec)
         self.model.broadcast_params()
         loss = self.settings.loss
-        self.reference = [parameter.detach().cpu().clone() for parameter in self.model.parameters()] if loss.kl_coef else None
-        self.trust_regions: dict[str, TrustRegion] = {}  # of the loss teamtr, by the agents that an update learns from
+        self.reference = ReferencePolicy(self.model) if loss.kl_coef else None
+        self.trust_regions = TrustRegions(loss)
         self.optimizer = build_optimizer(self.model, self.settings)
         self.schedule = build_schedule(self.optimizer, self.settings)
         return {
@@ -86,15 +88,17 @@ class PolicyActor:
             With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
             beta, message_kl_bound and surrogate (see `teamtr.measure_update`).
         """
-        metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
-        lr = self._lr()
+        if self.reference:
+            logprobs = self.reference.under(self.model, partial(self.token_logprobs, batch))
+            batch = replace(batch, reference_logprobs=logprobs)
         generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
         minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
-        region = self._trust_region(batch) if self.settings.loss.name == "teamtr" else None
-        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or region else None
-        if self.reference is not None:
-            batch = replace(batch, reference_logprobs=self._reference_logprobs(batch))
-        trust = {}
+        bounded = self.settings.loss.name == "teamtr"
+        old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or bounded else None
+        region = self.trust_regions.update(batch, old_logprobs) if bounded else None
+
+        metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
+        lr = self._lr()
         for rows in minibatches:
             mini = batch.select(rows)
             head = PolicyHead(
@@ -108,13 +112,9 @@ class PolicyActor:
             outputs = run_micro_batches(self.model, self._micro_batches(mini), head, self.settings.device)
             lr = self._lr()
             metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
-            if region:
-                trust = measure_update(batch, old_logprobs, self.token_logprobs(batch), self.settings.loss)
-                stop = region.observe(trust["message_kl"])
-                trust["beta"] = region.beta
-                if stop:
-                    break
-        return metrics.report(lr) | trust
+            if region and region.reached(self.token_logprobs):
+                break
+        return metrics.report(lr) | (region.metrics if region else {})
 
     def token_logprobs(self, batch: TurnBatch) -> Tensor:
         """Log-probs of the response tokens under the current weights at `temperature`, float32 [T'], on every rank."""
@@ -162,14 +162,13 @@ class PolicyActor:
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder (storage shared by all ranks), atomically: model, optimizer, schedule, random states."""
-        betas = {agents: region.beta for agents, region in self.trust_regions.items()}
-        save_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel, betas)
+        parallel = self.settings.policy.parallel
+        save_checkpoint(path, self.model, self.optimizer, self.schedule, parallel, self.trust_regions.state_dict())
 
     def load(self, path: str) -> None:
         """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
         betas = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
-        delta = self.settings.loss.trust_region.delta
-        self.trust_regions = {agents: TrustRegion(delta, beta) for agents, beta in betas.items()}
+        self.trust_regions.load_state_dict(betas)
 
     def export_hf(self, path: str) -> None:
         """Write the whole policy as a Hugging Face folder (storage shared by all ranks), atomically.
@@ -183,31 +182,12 @@ class PolicyActor:
         del self.optimizer, self.schedule, self.model
         destroy_groups()
 
-    def _trust_region(self, batch: TurnBatch) -> TrustRegion:
-        """That of the agents who speak in the batch: with algorithm.sequential, of the one whose turn it is."""
-        speakers = ", ".join(batch.agents[agent] for agent in batch.agent.unique().tolist())
-        settings = self.settings.loss.trust_region
-        return self.trust_regions.setdefault(speakers, TrustRegion(settings.delta, settings.beta))
-
     def _micro_batches(self, batch: TurnBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
         """This data-parallel rank's packed micro-batches; every rank has the same number."""
         parallel = self.settings.policy.parallel
         plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)
         multiple = (parallel.tensor if parallel.sequence else 1) * token_multiple(self.settings.precision)
         return [pack_rows(batch, rows, multiple, wanted) for rows in plan[parallel_state.get_data_parallel_rank()]]
-
-    def _reference_logprobs(self, batch: TurnBatch) -> Tensor:
-        """`token_logprobs` under the weights of `initialize`."""
-        with torch.no_grad():
-            trained = [parameter.detach().clone() for parameter in self.model.parameters()]
-            self._set_parameters(self.reference)
-            logprobs = self.token_logprobs(batch)
-            self._set_parameters(trained)
-        return logprobs
-
-    def _set_parameters(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.model.parameters(), values, strict=True):
-            parameter.copy_(value)
 
     def _zero_gradients(self) -> None:
         self.model.zero_grad_buffer()

@@ -55,10 +55,10 @@ def two_agents_in_turn(actor, folder):
     own = [batch.select(batch.agent == agent) for agent in (0, 1)]
     results = [actor.update(own[0], 1), actor.update(own[1], 1), actor.update(own[0], 2)]
     actor.save(folder)
-    betas = {agents: region.beta for agents, region in actor.trust_regions.items()}
-    actor.trust_regions.clear()
+    betas = actor.trust_regions.state_dict()
+    actor.trust_regions.load_state_dict({})
     actor.load(folder)
-    return results, betas, {agents: region.beta for agents, region in actor.trust_regions.items()}
+    return results, betas, actor.trust_regions.state_dict()
 
 
 def test_agents_that_share_a_policy_have_regions_of_their_own(ranks, models, tmp_path):
