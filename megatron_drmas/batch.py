@@ -1,17 +1,18 @@
-"""`TurnBatch`: the turns of many trajectories as columns, with no padding and no object per row.
+"""Batches as columns, with no padding and no object per row: `TokenBatch`, and `TurnBatch` with the columns of RL.
 
-A row is one agent call: a prompt, one response, and the loss on the response's tokens only.
-Token columns are flat with offsets; *response columns* hold the response tokens only, row after row.
+A row is a prompt and one response; in a `TurnBatch` it is a turn, one call of an agent.  Token columns are flat with
+offsets; *response columns* hold the response tokens only, row after row.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Optional
+from typing import ClassVar, Optional, Self
 
 import torch
 from torch import Tensor
 
 
-def _offsets(lengths: Tensor) -> Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Where segments of these lengths begin, and the last one ends: int64 [R + 1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -24,17 +25,71 @@ def gather_segments(flat: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         rows: int64 [S], indices into the R segments.
     """
     lengths = (offsets[1:] - offsets[:-1])[rows]
-    starts = torch.repeat_interleave(offsets[rows] - _offsets(lengths)[:-1], lengths)
+    starts = torch.repeat_interleave(offsets[rows] - offsets_of(lengths)[:-1], lengths)
     return flat[starts + torch.arange(int(lengths.sum()))]
 
 
 @dataclass
-class TurnBatch:
-    """R rows with T tokens in all, of which T' are response tokens."""
+class TokenBatch:
+    """R rows with T tokens in all: what a pass through a model needs.
+
+    The columns of a subclass have one value a row, unless they are named in its `token_columns` (one value a token) or
+    `response_columns` (one value a response token).
+    """
 
     tokens: Tensor  # int64 [T], prompt then response of each row
     offsets: Tensor  # int64 [R + 1], into tokens
     prompt_lengths: Tensor  # int64 [R]
+
+    token_columns: ClassVar[tuple[str, ...]] = ("tokens",)
+    response_columns: ClassVar[tuple[str, ...]] = ()
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Response tokens of each row, int64 [R]."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> Tensor:
+        """Offsets of the rows in the response columns, int64 [R + 1]."""
+        return offsets_of(self.response_lengths)
+
+    def select(self, rows: Tensor) -> Self:
+        """The batch of these rows, in this order.
+
+        Args:
+            rows: int64 indices [S], or a bool mask [R].
+        """
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Tensor):
+                continue
+            if field.name == "offsets":
+                changed[field.name] = offsets_of(self.lengths[rows])
+            elif field.name in self.token_columns:
+                changed[field.name] = gather_segments(value, self.offsets, rows)
+            elif field.name in self.response_columns:
+                changed[field.name] = gather_segments(value, self.response_offsets, rows)
+            else:
+                changed[field.name] = value[rows]
+        return replace(self, **changed)
+
+
+@dataclass
+class TurnBatch(TokenBatch):
+    """R turns of a team; T' of the T tokens are response tokens."""
+
     engine_logprobs: Tensor  # float32 [T'], log-probability of each response token when it was sampled
     agent: Tensor  # int64 [R], index into agents
     policy: Tensor  # int64 [R], index into policies
@@ -56,46 +111,4 @@ class TurnBatch:
     advantages: Optional[Tensor] = None  # float32 [T']
     token_weights: Optional[Tensor] = None  # float32 [T'], weight of each token's loss; they carry every normalisation
 
-    def __len__(self) -> int:
-        return len(self.agent)
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of each row, int64 [R]."""
-        return self.offsets[1:] - self.offsets[:-1]
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """Response tokens of each row, int64 [R]."""
-        return self.lengths.sub_(self.prompt_lengths)
-
-    @property
-    def response_offsets(self) -> Tensor:
-        """Offsets of the rows in the response columns, int64 [R + 1]."""
-        return _offsets(self.response_lengths)
-
-    def select(self, rows: Tensor) -> "TurnBatch":
-        """The batch of these rows, in this order.
-
-        Args:
-            rows: int64 indices [S], or a bool mask [R].
-        """
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero().flatten()
-        changed = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, Tensor):
-                continue
-            if field.name == "offsets":
-                changed["offsets"] = _offsets(self.lengths[rows])
-            elif field.name == "tokens":
-                changed["tokens"] = gather_segments(value, self.offsets, rows)
-            elif field.name in RESPONSE_COLUMNS:
-                changed[field.name] = gather_segments(value, self.response_offsets, rows)
-            else:
-                changed[field.name] = value[rows]
-        return replace(self, **changed)
-
-
-RESPONSE_COLUMNS = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")
+    response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_drmas.actor.packing import MicroBatch, response_column
 from megatron_drmas.algorithm.losses import LossInputs, LossOutputs, policy_loss
 from megatron_drmas.config.algorithm import LossConfig
-from megatron_drmas.batch import TurnBatch, gather_segments
+from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
 
 # (log-probs [n], entropies [n], the micro-batch) -> loss to differentiate, what to keep of this micro-batch
 Head = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, object]]
@@ -99,7 +99,7 @@ class PolicyHead:
 class CrossEntropyHead:
     """-sum of token_weights · log-prob over the predicted tokens, kept as float64 [weighted loss, tokens]."""
 
-    batch: TurnBatch
+    batch: TokenBatch
     token_weights: Tensor  # float32 [T]
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of a `TurnBatch` as packed micro-batches: one sequence after another, with no padding between them."""
+"""Rows of a `TokenBatch` as packed micro-batches: one sequence after another, with no padding between them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_drmas.batch import TurnBatch, gather_segments
+from megatron_drmas.batch import TokenBatch, gather_segments
 
 SIMILAR = 0.75  # rows at least so long as this share of a group's longest row are padded to it for attention
 
@@ -55,7 +55,7 @@ class MicroBatch:
         return self
 
 
-def pack_rows(batch: TurnBatch, rows: Tensor, multiple: int = 1, wanted: "Tensor | None" = None) -> MicroBatch:
+def pack_rows(batch: TokenBatch, rows: Tensor, multiple: int = 1, wanted: "Tensor | None" = None) -> MicroBatch:
     """Pack rows of a batch, longest first.
 
     Args:
@@ -125,7 +125,7 @@ def pack_sequences(lengths: list[int]) -> PackedSequences:
     )
 
 
-def response_column(batch: TurnBatch, column: Tensor, rows: Tensor) -> Tensor:
+def response_column(batch: TokenBatch, column: Tensor, rows: Tensor) -> Tensor:
     """A response column's values for the predicted tokens of a micro-batch that holds `rows` in this order."""
     return gather_segments(column, batch.response_offsets, rows)
 

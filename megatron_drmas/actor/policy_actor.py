@@ -26,7 +26,7 @@ from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.actor.trust_region import TrustRegions
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
-from megatron_drmas.batch import TurnBatch, gather_segments
+from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
 
 
 class PolicyActor:
@@ -116,7 +116,7 @@ class PolicyActor:
                 break
         return metrics.report(lr) | (region.metrics if region else {})
 
-    def token_logprobs(self, batch: TurnBatch) -> Tensor:
+    def token_logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probs of the response tokens under the current weights at `temperature`, float32 [T'], on every rank."""
         micro_batches = self._micro_batches(batch)
         kept = run_micro_batches(self.model, micro_batches, keep_logprobs, self.settings.device, backward=False)
@@ -126,11 +126,11 @@ class PolicyActor:
             result[gather_segments(places, batch.response_offsets, rows)] = logprobs.float()
         return sum_over_ranks(result, self.settings.device)
 
-    def sft_step(self, batch: TurnBatch, step: int, token_weights: Tensor) -> dict:
+    def sft_step(self, batch: TokenBatch, step: int, token_weights: Tensor) -> dict:
         """One optimizer step of weighted cross entropy at temperature 1.
 
         Args:
-            batch: rows; only tokens, offsets and prompt_lengths are used.
+            batch: the rows.
             step: of the run; the gradient does not depend on it.
             token_weights: float32 [T] over all tokens; position t weighs the prediction of tokens[t].  The first token
                 of a row is never predicted.
@@ -182,7 +182,7 @@ class PolicyActor:
         del self.optimizer, self.schedule, self.model
         destroy_groups()
 
-    def _micro_batches(self, batch: TurnBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
+    def _micro_batches(self, batch: TokenBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
         """This data-parallel rank's packed micro-batches; every rank has the same number."""
         parallel = self.settings.policy.parallel
         plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)

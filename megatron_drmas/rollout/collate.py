@@ -1,10 +1,13 @@
 """Trajectories → `TurnBatch`."""
 
+from itertools import chain
 from typing import Iterable
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from megatron_drmas.batch import TurnBatch
+from megatron_drmas.batch import TurnBatch, offsets_of
 from megatron_drmas.team.trajectory import Trajectory
 
 
@@ -17,33 +20,44 @@ def collate(trajectories: Iterable[Trajectory], agents: tuple[str, ...], policie
         policies: names that number the column `policy`.
         trainable: the agents that learn.
     """
-    numbered = [(number, trajectory) for number, trajectory in enumerate(trajectories) if trajectory.failure is None]
-    rows = [(number, trajectory, turn) for number, trajectory in numbered for turn in trajectory.turns]
+    kept = [(number, trajectory) for number, trajectory in enumerate(trajectories) if trajectory.failure is None]
+    places = [(number, trajectory) for number, trajectory in kept for _ in trajectory.turns]
+    turns = [turn for _, trajectory in kept for turn in trajectory.turns]
     agent_index = {name: index for index, name in enumerate(agents)}
     policy_index = {name: index for index, name in enumerate(policies)}
 
-    def column(values: Iterable, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype)
+    def ints(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
 
-    lengths = column((len(turn.prompt_ids) + len(turn.token_ids) for _, _, turn in rows), torch.int64)
+    def floats(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float32)
+
+    prompt_lengths = ints(len(turn.prompt_ids) for turn in turns)
+    response_lengths = ints(len(turn.token_ids) for turn in turns)
     return TurnBatch(
-        tokens=column((token for _, _, turn in rows for part in (turn.prompt_ids, turn.token_ids) for token in part), torch.int64),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_lengths=column((len(turn.prompt_ids) for _, _, turn in rows), torch.int64),
-        engine_logprobs=column((logprob for _, _, turn in rows for logprob in turn.logprobs), torch.float32),
-        agent=column((agent_index[turn.agent] for _, _, turn in rows), torch.int64),
-        policy=column((policy_index[turn.policy] for _, _, turn in rows), torch.int64),
-        group=column((trajectory.group for _, trajectory, _ in rows), torch.int64),
-        trajectory=column((number for number, _, _ in rows), torch.int64),
-        turn=column((turn.index for _, _, turn in rows), torch.int64),
-        reward=column((trajectory.reward for _, trajectory, _ in rows), torch.float32),
-        valid=column((turn.valid for _, _, turn in rows), torch.bool),
-        trainable=column((turn.agent in trainable for _, _, turn in rows), torch.bool),
-        weight_version=column((turn.weight_version for _, _, turn in rows), torch.int64),
-        role_reward=column((trajectory.role_rewards.get(turn.agent, 0.0) for _, trajectory, turn in rows), torch.float32),
-        turn_reward=column((turn.reward for _, _, turn in rows), torch.float32),
-        response_limits=column((turn.limit for _, _, turn in rows), torch.int64),
-        verdict=column((turn.verdict for _, _, turn in rows), torch.int64),
-        state=column((hash(tuple(turn.prompt_ids)) for _, _, turn in rows), torch.int64),
+        tokens=_flat(np.int64, (part for turn in turns for part in (turn.prompt_ids, turn.token_ids))),
+        offsets=offsets_of(prompt_lengths + response_lengths),
+        prompt_lengths=prompt_lengths,
+        engine_logprobs=_flat(np.float32, (turn.logprobs for turn in turns)),
+        agent=ints(agent_index[turn.agent] for turn in turns),
+        policy=ints(policy_index[turn.policy] for turn in turns),
+        group=ints(trajectory.group for _, trajectory in places),
+        trajectory=ints(number for number, _ in places),
+        turn=ints(turn.index for turn in turns),
+        reward=floats(trajectory.reward for _, trajectory in places),
+        valid=torch.tensor([turn.valid for turn in turns], dtype=torch.bool),
+        trainable=torch.tensor([turn.agent in trainable for turn in turns], dtype=torch.bool),
+        weight_version=ints(turn.weight_version for turn in turns),
+        role_reward=floats(trajectory.role_rewards.get(turn.agent, 0.0) for (_, trajectory), turn in zip(places, turns)),
+        turn_reward=floats(turn.reward for turn in turns),
+        response_limits=ints(turn.limit for turn in turns),
+        verdict=ints(turn.verdict for turn in turns),
+        state=ints(hash(tuple(turn.prompt_ids)) for turn in turns),
         agents=agents, policies=policies,
     )
+
+
+def _flat(dtype: type, parts: Iterable[list]) -> Tensor:
+    """Lists one after the other, without a step of the interpreter for each number."""
+    parts = list(parts)
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count=sum(map(len, parts))))
