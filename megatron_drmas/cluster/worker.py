@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
+from megatron_drmas.config.plugins import import_plugins_of_process
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -49,6 +51,7 @@ class Worker:
     def build(self, kind: type, *args: Any) -> None:
         """Construct the object; what `kind`'s constructor imports sees the process's variables."""
         with _logged():
+            import_plugins_of_process()
             self._object = kind(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,11 @@ import vllm.model_executor.layers.utils as layer_utils
 from vllm.platforms import current_platform
 
 import megatron_drmas.weight_sync.shm  # noqa: F401  (registers the back end)
+from megatron_drmas.config.plugins import import_plugins_of_process
 from megatron_drmas.weight_sync.engine_weights import iter_loaded_tensors
 from megatron_drmas.weight_sync.verify import digest
+
+import_plugins_of_process()  # a transport of a plug-in has its back end in every worker
 
 
 def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
