@@ -43,7 +43,7 @@ def test_compiles_for_hopper_without_a_gpu(mean, std, tmp_path, monkeypatch):
     from megatron_drmas.kernels.agent_advantage_triton import STAT_ROWS, WRITE_ROWS, WRITE_TOKENS, _advantage_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    columns = {"scores": "*bf16", "agent": "*i32", "order": "*i64", "bounds": "*i64", "offsets": "*i64", "out": "*fp32"}
+    columns = {"scores": "*bf16", "magnitude": "*fp32", "agent": "*i32", "order": "*i64", "bounds": "*i64", "offsets": "*i64", "out": "*fp32"}
     constants = {"MEAN": mean, "STD": std, "AGENTS": 4}
     constants |= {"STAT_ROWS": STAT_ROWS, "WRITE_ROWS": WRITE_ROWS, "WRITE_TOKENS": WRITE_TOKENS}
     signature = {**columns, "epsilon": "fp32", "rounding": "fp32", **dict.fromkeys(constants, "constexpr")}
