@@ -214,7 +214,6 @@ def test_single_is_one_call():
     ("math", {"solver": ["z", "x"], "verifier": ["reject", "approve"]}, [0, 1, 1, 1]),
     ("math", {"solver": ["x", "z"], "verifier": ["reject", "approve"]}, [1, 0, 0, 0]),
     ("math", {"solver": [None, "z", "x"], "verifier": [None, "reject", "approve"]}, [0, 0, 0, 1, 1, 1]),
-    ("math", {"solver": ["x"] + ["z"] * 3 + ["x"], "verifier": ["reject"] * 4}, [1, 0, 0, 1, 0, 1, 0, 1, 1]),
     ("search", {"verifier": ["no", "yes"], "search": ["x"], "answer": ["x"]}, [1, 1, 1, 1]),
     ("search", {"verifier": ["no", "yes"], "search": ["z"], "answer": ["x"]}, [1, 0, 0, 1]),
     ("search", {"verifier": ["no", "no", "yes"], "search": ["x", None], "answer": ["z"]}, [1, 1, 0, 0, 1, 0]),
@@ -233,6 +232,11 @@ def test_what_a_call_earns_by_itself(name, lines, earned):
     assert [turn.reward for turn in script.turns[:len(earned)]] == earned
     script, _ = run(name, lines, max_turns=sum(map(len, lines.values())))
     assert not any(turn.reward for turn in script.turns)
+
+
+def test_a_solution_that_nobody_reviews_earns_its_grade():
+    script, _ = run("math", {"solver": ["z", "x"], "verifier": ["reject"]}, rewards_turns=True, max_turns=2)
+    assert [turn.reward for turn in script.turns] == [0, 1, 1]
 
 
 def test_a_name_is_registered_once():
