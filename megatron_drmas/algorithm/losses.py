@@ -105,13 +105,24 @@ def teamtr(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[T
     return _clipped(total[inputs.sequence], inputs.advantages, config, 0.0)
 
 
+class _HeldExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exponent):
+        value = exponent.clamp(max=MAX_LOG_RATIO).exp()
+        ctx.save_for_backward(value)
+        return value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
 def held_exp(exponent: Tensor) -> Tensor:
     """exp(x) up to e^20, which it is held at; its gradient is its value: exp(x), from x = 20 on that of x = 20.
 
     So the gradient of a ratio keeps its sign and stays finite however large the ratio is, where clamping x would make it 0.
     """
-    value = exponent.detach().clamp(max=MAX_LOG_RATIO).exp()
-    return value * (1 + (exponent - exponent.detach()))
+    return _HeldExp.apply(exponent)
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig, dual_clip: float) -> tuple[Tensor, Tensor]:
