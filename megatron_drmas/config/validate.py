@@ -210,6 +210,12 @@ def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
     agents = config.team.agents
+    if config.team.workflow.max_turns < workflow.min_turns:
+        problem = f"leaves an agent of workflow {config.team.workflow.name!r} without a call"
+        raise ConfigError("team.workflow.max_turns", config.team.workflow.max_turns, problem, f"use at least {workflow.min_turns}")
+    if config.algorithm.reward.verdict and not workflow.verdicts:
+        problem = f"no agent of workflow {config.team.workflow.name!r} accepts or rejects"
+        raise ConfigError("algorithm.reward.verdict", config.algorithm.reward.verdict, problem, "set it to 0")
     if not config.policies:
         raise ConfigError("policies", None, "is empty", "define at least one policy")
     for name in workflow.agents:
@@ -227,6 +233,12 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
         if agent.parser in ("tag", "tags") and not agent.tag:
             raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
+        words = workflow.verdicts.get(name, ())
+        if not set(words) <= set(agent.choices):
+            problem = f"workflow {config.team.workflow.name!r} reads the verdicts {' and '.join(map(repr, words))}"
+            raise ConfigError(f"{key}.choices", list(agent.choices), problem, "list both, as they are spelled")
+        if agent.choices and agent.parser in ("boxed", "tags", "text"):
+            raise ConfigError(f"{key}.choices", list(agent.choices), f"parser {agent.parser!r} does not read them", "use parser tag")
         if agent.max_response_tokens is not None:
             _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:

@@ -18,8 +18,14 @@ def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
 
     Returns:
         index int64 [R] in [0, slots), and slots.  Some slots may have no row.
+
+    Raises:
+        ValueError: a column of another type or length.
     """
     rows = columns[0].numel()
+    for column in columns:
+        if column.dtype != torch.int64 or column.shape != (rows,):
+            raise ValueError(f"a column is {column.dtype} {list(column.shape)}: needs int64 [{rows}]")
     if rows == 0:
         return torch.zeros_like(columns[0]), 0
     limit = SPARSE_FACTOR * rows + 1024

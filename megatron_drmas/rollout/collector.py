@@ -155,8 +155,6 @@ class _TrajectoryContext:
             agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
             sample.weight_version, text, role.parse(text),
         )
-        if len(role.config.choices) == 2 and turn.content is not None:
-            turn.verdict = 1 - role.config.choices.index(turn.content)
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
 

@@ -26,7 +26,7 @@ class Turn:
     weight_version: int
     text: str
     content: Optional[str]  # what the agent's parser accepted
-    verdict: int = -1  # of an agent with two choices: 1 the first (accept), 0 the second (reject); -1 no verdict
+    verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither
     reward: float = 0.0  # of this call alone, as the workflow sees it; counts with algorithm.reward.turn
 
     @property

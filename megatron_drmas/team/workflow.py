@@ -60,11 +60,16 @@ class Workflow:
             define every one.
         needs_retrieval: whether it calls `Context.retrieve`.
         parsers: the parser of an agent whose content the workflow takes apart.
+        verdicts: the agents that accept or reject, and the two words, (accept, reject), which must be among each one's `choices`.
+            `run` sets `Turn.verdict` of the verdicts that the trajectory's return judges; others say nothing about it.
+        min_turns: the least `max_turns` with which every agent can be called.
     """
 
     agents: dict[str, tuple[str, ...]] = {}
     needs_retrieval: bool = False
     parsers: dict[str, str] = {}
+    verdicts: dict[str, tuple[str, str]] = {}
+    min_turns: int = 1
 
     def __init__(self, config: WorkflowConfig):
         self.config = config

@@ -30,21 +30,26 @@ class SearchWorkflow(Workflow):
     penalty.  A team that has no "yes" after `max_turns` verdicts gives no answer.
 
     By itself a query earns 1 if a passage it found holds the answer, a verdict 1 if it is "yes" exactly when a passage of
-    the history does, and an answer its grade.
+    the history does, and an answer its grade.  The trajectory's return judges a "yes", but no "no": a team that gives no
+    answer fails because of it, and one that gives it later has searched since.
     """
 
     agents = dict.fromkeys(("verifier", "search", "answer"), ("question", "history", "turn", "max_turns"))
+    verdicts = {"verifier": ("yes", "no")}
+    min_turns = 2
     needs_retrieval = True
 
     async def run(self, context: Context, question: Question) -> Outcome:
+        yes, no = self.verdicts["verifier"]
         history: list[SearchStep] = []
         for turn in range(1, self.config.max_turns + 1):
             shown = {"question": question.text, "turn": turn, "max_turns": self.config.max_turns}
             verdict = await context.call("verifier", history=self._recent(history), **shown)
             if context.rewards_turns:
                 found = context.supports([passage for step in self._recent(history) for passage in step.passages])
-                verdict.reward = float(verdict.content == ("yes" if found else "no"))
-            if verdict.content == "yes":
+                verdict.reward = float(verdict.content == (yes if found else no))
+            if verdict.content == yes:
+                verdict.verdict = 1
                 answer = await context.call("answer", history=self._recent(history), **shown)
                 if context.rewards_turns:
                     answer.reward = await context.grade(answer.content)
@@ -75,6 +80,7 @@ class SearchFollowUpWorkflow(SearchWorkflow):
     """
 
     agents = SearchWorkflow.agents | {"follow_up": SearchWorkflow.agents["search"]}
+    min_turns = 3
 
     def searcher(self, history: list[SearchStep]) -> str:
         return "follow_up" if history else "search"

@@ -75,6 +75,26 @@ def test_a_workflow_names_the_parser_that_it_needs():
         validate(config, files=False)
 
 
+@pytest.mark.parametrize("overrides, key", [
+    (["team=math_voting", "algorithm.reward.verdict=0.1"], "algorithm.reward.verdict = 0.1"),
+    (["team=math_voting", "team.workflow.width=2", "team.agents.aggregator.choices=['1','2']", "algorithm.reward.verdict=0.1"], "algorithm.reward.verdict"),
+    (["team=math_orch_workers", "algorithm.reward.verdict=-1"], "algorithm.reward.verdict"),
+    (["team.agents.verifier.choices=[yes,no]"], "team.agents.verifier.choices = .*'approve' and 'reject'"),
+    (["team.agents.verifier.choices=[Approve,reject]"], "team.agents.verifier.choices"),
+    (["team.agents.verifier.choices=[]"], "team.agents.verifier.choices"),
+    (["team.agents.verifier.parser=text"], "team.agents.verifier.choices = .*use parser tag"),
+    (["team=math_eval_opt", "team.agents.evaluator.choices=[approve,reject]"], "team.agents.evaluator.choices = .*'correct'"),
+    (["team.workflow.max_turns=1"], "team.workflow.max_turns = 1.*at least 2"),
+])
+def test_a_verdict_is_declared_by_the_workflow(overrides, key):
+    with pytest.raises(ConfigError, match=key):
+        validate(compose_config("math", overrides), files=False)
+
+
+def test_a_third_choice_is_no_verdict():
+    validate(compose_config("math", ["team.agents.verifier.choices=[approve,reject,unsure]", "algorithm.reward.verdict=0.1"]), files=False)
+
+
 @pytest.mark.parametrize("override, key, value", [
     ("nosuch=1", "nosuch", "1"),
     ("+nosuch=1", "nosuch", "1"),
