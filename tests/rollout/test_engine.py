@@ -23,7 +23,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=256, max_num_seqs=32, kv_cache_mib=64)
-    with EngineProcess(EngineSettings("solver", folder, size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
         yield engine
 
 
