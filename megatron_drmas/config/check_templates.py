@@ -6,7 +6,7 @@ rendered with the variables that the workflow really gives it.
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, Awaitable, Iterable, Optional
 
 from jinja2 import TemplateError
@@ -73,14 +73,14 @@ def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
 
 def rehearse(team: Team) -> dict[str, list[list[dict[str, str]]]]:
     """The messages of every call that a workflow makes: with agents who take their first choice, with agents who take their
-    last, and with agents nobody understands.
+    last, with agents who take their last at first, and with agents nobody understands.
 
     Raises:
         ConfigError: a prompt cannot be rendered with its variables.
     """
     prompts: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
-    for choice in (0, -1, None):
-        context = _Rehearsal(team, choice, prompts)
+    for choices in ([0], [-1], [-1, 0], []):
+        context = _Rehearsal(team, choices, prompts)
         try:
             asyncio.run(team.workflow.run(context, Question("rehearsal", "?", ("?",))))
         except _Enough:
@@ -93,27 +93,27 @@ class _Enough(Exception):
 
 
 class _Rehearsal:
-    """The `Context` of a workflow whose agents' outputs are made up."""
+    """The `Context` of a workflow whose agents' outputs are made up: by turns each takes one of `choices`."""
 
     rewards_turns = True
 
-    def __init__(self, team: Team, choice: Optional[int], prompts: dict[str, list[list[dict[str, str]]]]):
-        self._team, self._choice, self._prompts = team, choice, prompts
-        self._calls = 0
+    def __init__(self, team: Team, choices: list[int], prompts: dict[str, list[list[dict[str, str]]]]):
+        self._team, self._choices, self._prompts = team, choices, prompts
+        self._calls: Counter = Counter()
 
     async def call(self, agent: str, **variables: Any) -> Turn:
-        if self._calls == MOST_CALLS:
+        if self._calls.total() == MOST_CALLS:
             raise _Enough
         role = self._team.agents[agent]
         try:
             messages = role.messages(**variables)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # as an expression raises
             raise ConfigError(f"team.agents.{agent}.prompt", None, f"cannot be rendered: {error}", "correct the template") from error
         self._prompts[agent].append(messages)
-        text = self._output(role)
-        self._calls += 1
+        text, index = self._output(role), self._calls.total()
+        self._calls[agent] += 1
         return Turn(
-            agent=agent, policy=role.config.policy, index=self._calls - 1, messages=messages, prompt_ids=[0], token_ids=[0], logprobs=[0.0],
+            agent=agent, policy=role.config.policy, index=index, messages=messages, prompt_ids=[0], token_ids=[0], logprobs=[0.0],
             limit=1, finish_reason="stop", weight_version=0, text=text, content=role.parse(text),
         )
 
@@ -133,9 +133,10 @@ class _Rehearsal:
         return False
 
     def _output(self, agent: Agent) -> str:
-        if self._choice is None:
+        if not self._choices:
             return ""
-        content = agent.config.choices[self._choice] if agent.config.choices else "1"
+        choice = self._choices[self._calls[agent.name] % len(self._choices)]
+        content = agent.config.choices[choice] if agent.config.choices else "1"
         return f"<{agent.config.tag}>{content}</{agent.config.tag}>" if agent.config.tag else f"\\boxed{{{content}}}"
 
 

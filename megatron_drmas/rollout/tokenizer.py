@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from jinja2 import Environment, TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from megatron_drmas.rollout.control_tokens import ControlTokens, Mask
 
@@ -45,7 +45,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     Raises:
         ChatError: transformers cannot load it, or has no `tokenizers` version of it.
     """
-    loader = PreTrainedTokenizerFast if (Path(model) / "tokenizer.json").is_file() else AutoTokenizer
+    if (Path(model) / "tokenizer.json").is_file():
+        loader = PreTrainedTokenizerFast
+    else:
+        from transformers import AutoTokenizer as loader  # imports every model's configuration
     try:
         tokenizer = loader.from_pretrained(model, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing more exact
@@ -96,12 +99,12 @@ class ChatTokenizer:
         if self._tokenizer.eos_token_id is not None:
             sources["the tokenizer"] = [self._tokenizer.eos_token_id]
         self._control = ControlTokens(self._tokenizer, sum(sources.values(), []))
+        self._look_closer()
         template_end = self._template_end()
         if template_end is not None:
             sources["the chat template"] = [template_end]
         self.stop_ids = self._stop_ids(sources)
         self.end_of_turn: int = (sources.get("the chat template") or sources.get("the tokenizer") or self.stop_ids)[0]
-        self._look_closer()
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The chat rendered once, with the mark that lets the assistant speak.
@@ -187,7 +190,7 @@ class ChatTokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options,
             )
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # as an expression raises
             roles = " + ".join(message["role"] for message in messages)
             raise ChatError(f"its chat template cannot render {roles} messages ({_line(error)})", "use another template, or other messages") from error
 
@@ -215,8 +218,8 @@ class ChatTokenizer:
         for file in EOS_FILES:
             for id in sources[file]:
                 if id not in added:
-                    token = self._tokenizer.convert_ids_to_tokens(id)
-                    what = "no token of its tokenizer" if token is None else f"the ordinary token {token!r}"
+                    known = id in self._tokens
+                    what = f"the ordinary token {self._tokenizer.convert_ids_to_tokens(id)!r}" if known else "no token of its tokenizer"
                     raise ChatError(f"its {file} has eos_token_id {id}, which is {what}", remedy)
         first = set(sources[EOS_FILES[0]] or sources[EOS_FILES[1]])
         if any(not first.issuperset(ids) for ids in sources.values()):
