@@ -8,6 +8,7 @@ Face folder that training takes as a policy's model.  All ranks run on this mach
 """
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -43,6 +44,7 @@ class SftConfig:
 
 
 ConfigStore.instance().store(name="sft_schema", node=SftConfig)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,40 +118,41 @@ def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metric
 
 
 def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDialogue]:
-    """Render dialogues with the policy's chat template.
+    """Render dialogues with the policy's chat template and its options.
 
-    The prompt's ids are those that training would send to an engine; the response's end with the end-of-sequence token.
+    The prompt's ids are those that training would send to an engine; the response's end with the token that ends an
+    assistant's turn in the template, which ends a response in an engine too.
 
     Raises:
-        ConfigError: an example is longer than the model, or the chat template changes a prompt once it is answered.
+        ConfigError: an example is longer than the model, or the chat template refuses it, leaves a message out, or changes
+            a prompt once it is answered.
     """
     from transformers import AutoConfig
 
-    from megatron_drmas.rollout.tokenizer import load_tokenizer
+    from megatron_drmas.config.check_templates import load_chat
+    from megatron_drmas.rollout.tokenizer import ChatError
 
-    tokenizer = load_tokenizer(config.policy.model)
+    chat = load_chat("policy", config.policy)
     longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
-    examples = []
+    examples, spelled = [], []
     for dialogue in dialogues:
         messages = list(dialogue.messages)
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        if not whole.startswith(prompt):
+        try:
+            chat.check_roles(tuple(message["role"] for message in messages))
+            chat.check_prompt(messages[:-1])
+            prompt, response = chat.dialogue_ids(messages)
+        except ChatError as error:
+            raise ConfigError("data", config.data, f"line {dialogue.line}: {error.problem}", error.remedy) from error
+        if len(prompt) + len(response) > longest:
             raise ConfigError(
-                "data", config.data, f"line {dialogue.line}: the chat template renders the prompt differently before the answer",
-                "use a template that only appends",
+                "data", config.data, f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}", "shorten it",
             )
-        prompt_ids, response = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole[len(prompt):]))
-        if tokenizer.eos_token_id in response:
-            response = response[:response.index(tokenizer.eos_token_id)]
-        response.append(tokenizer.eos_token_id)
-        if len(prompt_ids) + len(response) > longest:
-            raise ConfigError(
-                "data", config.data, f"line {dialogue.line} has {len(prompt_ids) + len(response)} tokens, the model takes {longest}",
-                "shorten it",
-            )
+        spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
-        examples.append(TokenisedDialogue(prompt_ids, response, weight))
+        examples.append(TokenisedDialogue(prompt, response, weight))
+    if spelled:
+        line, name = spelled[0]
+        logger.warning("%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them", config.data, line, len({line for line, _ in spelled}) - 1, name)
     return examples
 
 

@@ -74,9 +74,10 @@ class Cluster:
             start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
             self._stack.callback(ray.shutdown)
             bundles = await _reserve(config, device)
+        tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
-                name, config, device, placement.actors[name] if self._actors else [], placement.engines[name], bundles, self.run_dir / "logs",
+                name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name], bundles, self.run_dir / "logs",
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
@@ -88,7 +89,6 @@ class Cluster:
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
-        tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
 
     async def _enter(self, config: EnvironmentConfig) -> Environment:

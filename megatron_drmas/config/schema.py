@@ -169,7 +169,7 @@ class RolloutConfig:
     """Sampling while training."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = 1.0  # training takes no other: it computes log-probs over the whole vocabulary
     max_prompt_tokens: int = 1024
     max_response_tokens: int = 256
     timeout_s: float = 600.0  # an engine that returns nothing for so long is an error

@@ -20,6 +20,7 @@ from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
+from megatron_drmas.config.check_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import load_questions
@@ -36,11 +37,12 @@ CHOICES = {
     "precision.rollout": ("float32", "bfloat16"),
     "environment.retrieval.order": ("best_first", "best_last"),
 }
+LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less
 AT_LEAST = {
     "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0, "team.workflow.width": 1,
     "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
-    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
-    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
+    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": LEAST_TEMPERATURE,
+    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": LEAST_TEMPERATURE, "checkpoint.every": 0, "checkpoint.keep": 1,
     "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
     "cluster.actor_threads": 1, "cluster.engine_threads": 1, "rollout.timeout_s": 1, "environment.retrieval.timeout_s": 0.1,
     "environment.grader.timeout_s": 0.1, "cluster.start_timeout_s": 1, "cluster.sync_timeout_s": 1, "cluster.step_timeout_s": 1,
@@ -76,6 +78,11 @@ def validate(config: RunConfig, files: bool = True) -> None:
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
+    if config.rollout.top_p != 1:
+        raise ConfigError(
+            "rollout.top_p", config.rollout.top_p, "training computes log-probs over the whole vocabulary, not over the tokens that top_p leaves",
+            "use 1 (evaluation.top_p is free)",
+        )
     check_algorithm_config(config.algorithm)
     _check_team(config)
     for name, policy in config.policies.items():
@@ -95,6 +102,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
             check_precision(config.precision, device, spec.layers)
+        check_templates(config)
         load_questions(config.data.train, "data.train")
         load_questions(config.data.eval, "data.eval", config.data.eval_limit)
         check_output(Path(config.output_dir) / config.name)
