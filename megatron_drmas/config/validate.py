@@ -22,7 +22,7 @@ from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
-from megatron_drmas.data.questions import load_questions
+from megatron_drmas.data.question_sets import check_data, load_question_sets
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
@@ -71,8 +71,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
     check_name(config.name)
     if config.seed >= 2**31:
         raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
-    if config.data.eval_limit is not None:
-        _at_least("data.eval_limit", config.data.eval_limit, 1)
+    check_data(config.data)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
@@ -95,8 +94,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
             check_precision(config.precision, device, spec.layers)
-        load_questions(config.data.train, "data.train")
-        load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+        load_question_sets(config.data)
         check_output(Path(config.output_dir) / config.name)
 
 
