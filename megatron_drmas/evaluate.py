@@ -75,12 +75,13 @@ async def evaluate_checkpoints(config: RunConfig) -> list[EvaluationRecord]:
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
         for record in asyncio.run(evaluate_checkpoints(config)):
             print(json.dumps(asdict(record)))
 
-    return run_command("python -m megatron_drmas.evaluate", command)
+    return run_command("python -m megatron_drmas.evaluate", command, validate)
 
 
 if __name__ == "__main__":

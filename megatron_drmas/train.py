@@ -41,9 +41,7 @@ async def train(config: RunConfig) -> None:
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
-    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
-    if not learning:
-        raise ConfigError("team.agents", list(agents), "no agent learns: each, or its policy, is not trainable", "let one learn, or use megatron_drmas.evaluate")
+    learning = learning_agents(config)
     stages = [(learning, sampling)]
     if config.algorithm.sequential:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
@@ -122,8 +120,36 @@ async def evaluate_team(cluster, log, questions: list, step: int) -> None:
         log.log_evaluation(record, trajectory_records(trajectories))
 
 
+def learning_agents(config: RunConfig) -> set[str]:
+    """The agents whose policies are trained on what they say.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    if not learning:
+        problem = "no agent learns: each, or its policy, is not trainable"
+        raise ConfigError("team.agents", list(config.team.agents), problem, "let one learn, or use megatron_drmas.evaluate")
+    return learning
+
+
+def check(config: RunConfig) -> None:
+    """What a run checks before it starts, beyond what every command does.
+
+    Raises:
+        ConfigError: no agent learns, or the run folder's checkpoint belongs to a run that was configured differently.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.config.load import to_dict
+
+    learning_agents(config)
+    if config.resume == "auto":
+        Checkpoints(Path(config.output_dir) / config.name / "checkpoints", config.checkpoint.keep).latest(to_dict(config))
+
+
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
         from megatron_drmas.cluster.process import ProcessFailure
@@ -135,7 +161,7 @@ def main() -> int:
         except (ProcessFailure, EngineTimeout, WeightSyncError) as failure:
             sys.exit(f"train: {failure}")
 
-    return run_command("python -m megatron_drmas.train", command)
+    return run_command("python -m megatron_drmas.train", command, validate, check)
 
 
 if __name__ == "__main__":
