@@ -1,4 +1,4 @@
-"""Evaluation of a team on held-out questions; also a command.
+"""Evaluation of a team; also a command.
 
     python -m megatron_drmas.evaluate [--config-name NAME] [key=value …]
 
@@ -45,7 +45,7 @@ async def evaluate(
     for group, average in averages.items():
         by_source[_source(questions[group])].append(average)
     record = EvaluationRecord(
-        step=step, mode=mode, questions=len(averages), samples=samples,
+        step=step, mode=mode, questions=len(averages), trained_on=sum(questions[group].in_training for group in averages), samples=samples,
         exact_match=_mean(averages.values()), pass_at_k=_mean(float(max(values) > 0) for values in rewards.values()),
         by_source={source: {"exact_match": _mean(values), "questions": len(values)} for source, values in sorted(by_source.items())},
         masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
@@ -66,21 +66,22 @@ def _mean(values) -> float:
 async def evaluate_checkpoints(config: RunConfig) -> list[EvaluationRecord]:
     """Start engines on the policies' model folders and evaluate."""
     from megatron_drmas.cluster.cluster import Cluster
-    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.question_sets import load_question_sets
 
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+    questions = load_question_sets(config.data).evaluation
     async with Cluster(config, actors=False) as cluster:
         return [(await evaluate(cluster.collector, questions, 0, *mode))[0] for mode in evaluation_modes(config.evaluation)]
 
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
         for record in asyncio.run(evaluate_checkpoints(config)):
             print(json.dumps(asdict(record)))
 
-    return run_command("python -m megatron_drmas.evaluate", command)
+    return run_command("python -m megatron_drmas.evaluate", command, validate)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the mean over its prompt tokens.  The run folder <output_dir>/<name> gets config
 Face folder that training takes as a policy's model.  All ranks run on this machine.
 """
 
-import argparse
 import logging
 import os
 import socket
@@ -56,8 +55,16 @@ class TokenisedDialogue:
     prompt_weight: float
 
 
-def validate(config: SftConfig) -> None:
+def validate(config: SftConfig, files: bool = True, machine: bool = True) -> list[str]:
     """Check what can be checked before anything starts.
+
+    Args:
+        config: a composed configuration.
+        files: also check the model's folder and the run's.
+        machine: also check that this machine has the GPUs; otherwise that it lacks them is a warning.
+
+    Returns:
+        What is no error and should be said, a line each.
 
     Raises:
         ConfigError: the first setting that cannot work.
@@ -76,10 +83,16 @@ def validate(config: SftConfig) -> None:
         raise ConfigError("device", config.device, "is unknown", "choose one of: auto, cpu, cuda")
     check_policy("policy", config.policy, config.steps)
     device = "cuda" if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
-        raise ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
-    check_precision(config.precision, device, check_model("policy", config.policy).layers)
-    check_output(Path(config.output_dir) / config.name)
+    warnings = []
+    if files:
+        if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
+            lacking = ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
+            if machine:
+                raise lacking
+            warnings.append(str(lacking))
+        check_precision(config.precision, device, check_model("policy", config.policy).layers)
+        check_output(Path(config.output_dir) / config.name)
+    return warnings
 
 
 def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metrics: None) -> Path:
@@ -230,31 +243,23 @@ def _free_port() -> int:
 
 def main() -> int:
     """The command line."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from megatron_drmas.config.load import SFT_DIR, run_command
 
-    from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
+    def command(config: SftConfig) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    parser = argparse.ArgumentParser(prog="python -m megatron_drmas.sft", description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the composed configuration, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args()
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    try:
-        config = compose_config("sft", args.overrides, CONFIG_DIR / "sft", SftConfig)
-        if args.show:
-            print(to_yaml(config), end="")
-            return 0
-        validate(config)
         os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(config.name, total=config.steps)
             folder = finetune(config, lambda m: bar.update(task, completed=m["step"], description=f"{config.name} loss {m['loss']:.3f}"))
-    except ConfigError as error:
-        print(f"sft: {error}", file=sys.stderr)
-        return 2
-    print(f"fine-tuned policy: {folder}")
-    return 0
+        print(f"fine-tuned policy: {folder}")
+
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return run_command(
+        "python -m megatron_drmas.sft", command, validate, lambda config: tokenise(load_dialogues(config.data, "data"), config),
+        name="sft", schema=SftConfig, recipes=SFT_DIR,
+    )
 
 
 if __name__ == "__main__":

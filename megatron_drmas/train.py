@@ -28,7 +28,7 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.cluster.signals import StopRequest
     from megatron_drmas.config.load import to_dict
-    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.data.sampler import QuestionSampler
     from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
@@ -36,13 +36,12 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
     from megatron_drmas.step_record import step_record, trajectory_records
 
-    questions = load_questions(config.data.train, "data.train")
+    sets = load_question_sets(config.data)
+    questions = sets.train
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
-    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
-    if not learning:
-        raise ConfigError("team.agents", list(agents), "no agent learns: each, or its policy, is not trainable", "let one learn, or use megatron_drmas.evaluate")
+    learning = learning_agents(config)
     stages = [(learning, sampling)]
     if config.algorithm.sequential:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
@@ -70,7 +69,7 @@ async def train(config: RunConfig) -> None:
             if not resumed:
                 checkpoints.clear()  # only now: the new run has come as far as starting
             log.started()
-            await evaluate_team(cluster, log, done)
+            await evaluate_team(cluster, log, sets.evaluation, done)
 
             for step in range(done + 1, config.steps + 1):
                 metrics, tokens_before = {}, cluster.generated_tokens
@@ -97,16 +96,15 @@ async def train(config: RunConfig) -> None:
                         await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
                 if stop.requested:
                     sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
-                await evaluate_team(cluster, log, step)
+                await evaluate_team(cluster, log, sets.evaluation, step)
 
             if config.checkpoint.export:
                 with log.phase("export"):
                     await cluster.export(run_dir / "hf")
 
 
-async def evaluate_team(cluster, log, step: int) -> None:
-    """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
-    from megatron_drmas.data.questions import load_questions
+async def evaluate_team(cluster, log, questions: list, step: int) -> None:
+    """Evaluate on the questions in every mode that is due after `step` steps and not in the log, and log it."""
     from megatron_drmas.evaluate import evaluate, evaluation_modes
     from megatron_drmas.step_record import trajectory_records
 
@@ -114,7 +112,6 @@ async def evaluate_team(cluster, log, step: int) -> None:
     settings, last = config.evaluation, step == config.steps
     if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
         return
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
     for mode, samples, sampling in evaluation_modes(settings):
         if log.evaluated(step, mode):
             continue
@@ -123,8 +120,36 @@ async def evaluate_team(cluster, log, step: int) -> None:
         log.log_evaluation(record, trajectory_records(trajectories))
 
 
+def learning_agents(config: RunConfig) -> set[str]:
+    """The agents whose policies are trained on what they say.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    if not learning:
+        problem = "no agent learns: each, or its policy, is not trainable"
+        raise ConfigError("team.agents", list(config.team.agents), problem, "let one learn, or use megatron_drmas.evaluate")
+    return learning
+
+
+def check(config: RunConfig) -> None:
+    """What a run checks before it starts, beyond what every command does.
+
+    Raises:
+        ConfigError: no agent learns, or the run folder's checkpoint belongs to a run that was configured differently.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.config.load import to_dict
+
+    learning_agents(config)
+    if config.resume == "auto":
+        Checkpoints(Path(config.output_dir) / config.name / "checkpoints", config.checkpoint.keep).latest(to_dict(config))
+
+
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
         from megatron_drmas.cluster.process import ProcessFailure
@@ -136,7 +161,7 @@ def main() -> int:
         except (ProcessFailure, EngineTimeout, WeightSyncError) as failure:
             sys.exit(f"train: {failure}")
 
-    return run_command("python -m megatron_drmas.train", command)
+    return run_command("python -m megatron_drmas.train", command, validate, check)
 
 
 if __name__ == "__main__":

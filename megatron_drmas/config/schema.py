@@ -159,8 +159,9 @@ class DataConfig:
     """Questions as JSON lines or parquet; see `megatron_drmas.data.questions` for the columns."""
 
     train: str = MISSING
-    eval: str = MISSING
-    eval_limit: Optional[int] = None
+    eval: Optional[str] = None
+    eval_limit: Optional[int] = None  # the first so many
+    eval_holdout: int = 0  # without `eval`: how many questions of `train` to keep out of training and evaluate on
     shuffle: bool = True
 
 
@@ -178,7 +179,7 @@ class RolloutConfig:
 
 @dataclass
 class EvaluationConfig:
-    """When and how the team is evaluated on held-out questions."""
+    """When and how the team is evaluated."""
 
     every: int = 0  # steps; 0: only before and after
     before: bool = True

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.config.check_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
-from megatron_drmas.data.questions import load_questions
+from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
@@ -55,12 +55,16 @@ AT_LEAST_POLICY = {
 }
 
 
-def validate(config: RunConfig, files: bool = True) -> None:
+def validate(config: RunConfig, files: bool = True, machine: bool = True) -> list[str]:
     """Check a configuration.
 
     Args:
         config: a composed configuration.
         files: also check the model folders, the data and the corpus it names.
+        machine: also check that this machine has what the run needs; otherwise what it lacks is a warning.
+
+    Returns:
+        What is no error and should be said, a line each.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -73,8 +77,7 @@ def validate(config: RunConfig, files: bool = True) -> None:
     check_name(config.name)
     if config.seed >= 2**31:
         raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
-    if config.data.eval_limit is not None:
-        _at_least("data.eval_limit", config.data.eval_limit, 1)
+    check_data(config.data)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
@@ -91,21 +94,26 @@ def validate(config: RunConfig, files: bool = True) -> None:
     _check_environment(config, files)
     device = resolve_device(config)
     place(config, device)
+    warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.
         if device == "cuda" and torch.cuda.device_count() < config.cluster.gpus_per_node:
-            raise ConfigError(
+            lacking = ConfigError(
                 "cluster.gpus_per_node", config.cluster.gpus_per_node, f"torch sees {torch.cuda.device_count()} GPUs on this machine",
                 "ask Slurm for as many, or use cluster.gpus_per_node=0 cluster.device=cpu",
             )
+            if machine:
+                raise lacking
+            warnings.append(str(lacking))
         for name, policy in config.policies.items():
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
             check_precision(config.precision, device, spec.layers)
         check_templates(config)
-        load_questions(config.data.train, "data.train")
-        load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+        overlap = overlap_warning(config.data, load_question_sets(config.data))
+        warnings += [overlap] if overlap else []
         check_output(Path(config.output_dir) / config.name)
+    return warnings
 
 
 def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
@@ -200,18 +208,16 @@ def check_name(name: str) -> None:
 
 
 def check_output(folder: Path) -> None:
-    """A run's folder, made if it is missing.
+    """A run's folder, or the nearest one above it that is there; nothing is left behind.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: no folder can be made in it.
     """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
+        tempfile.TemporaryDirectory(dir=nearest, prefix=".write_test_").cleanup()
     except OSError as error:
-        raise ConfigError("output_dir", str(folder.parent), f"{type(error).__name__}: {error.strerror}", "choose a folder that can be written") from error
-    if not writable:
-        raise ConfigError("output_dir", str(folder.parent), "cannot be written", "choose another folder")
+        raise ConfigError("output_dir", str(folder.parent), f"{nearest}: {error.strerror}", "choose a folder that can be written") from error
 
 
 def _check_team(config: RunConfig) -> None:

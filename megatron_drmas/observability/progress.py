@@ -10,6 +10,8 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from megatron_drmas.observability.records import name_questions
+
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
 STEPS_FOR_ETA = 10
 
@@ -81,7 +83,8 @@ class Progress:
         """An evaluation is done: `line` as in metrics.jsonl."""
         self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']} after {line['step']}"
         self.note(
-            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions"
+            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on "
+            f"{name_questions(line['questions'], line.get('trained_on'))}"
         )
 
     def note(self, text: str, style: str = "") -> None:
@@ -115,6 +118,6 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
         before, after = match[mode]["before"], match[mode]["after"]
         if before is not None and after is not None:
             change = f"{before:.3f} → {after:.3f} ({after - before:+.3f})"
-            lines.append(f"exact match, {mode}: {change} on {match['questions']} held-out questions")
+            lines.append(f"exact match, {mode}: {change} on {name_questions(match['questions'], match.get('trained_on'))}")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

@@ -47,7 +47,7 @@ class StepRecord:
 
 @dataclass
 class EvaluationRecord:
-    """The team on held-out questions after `step` steps (0: before training)."""
+    """The team on the evaluation questions after `step` steps (0: before training)."""
 
     step: int
     mode: str  # SAMPLED | GREEDY
@@ -57,6 +57,14 @@ class EvaluationRecord:
     pass_at_k: float  # share of questions with any of the k answers right
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)  # hop or data source -> {exact_match, questions}
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories that could not be run to their end
+    trained_on: int = 0  # of `questions`: those that are training questions too
+
+
+def name_questions(questions: int, trained_on: Optional[int]) -> str:
+    """What evaluation questions are called: held-out only where none of them is trained on."""
+    if not trained_on:
+        return f"{questions} held-out questions"
+    return f"{questions} training questions" if trained_on >= questions else f"{questions} questions, {trained_on} of them training questions"
 
 
 @dataclass

@@ -19,15 +19,15 @@ from typing import Any, Optional, Sequence
 from megatron_drmas.observability.charts import Series, line_chart, short
 from megatron_drmas.observability.history import read_json_lines, write_atomically
 from megatron_drmas.observability.progress import duration
-from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED
+from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, name_questions
 
 COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
 MOST_TEXT = 20_000  # characters of one prompt or response
 MOST_ALARMS = 40
 TO_READ = {  # title -> the files whose first and last are shown
     "step {}": "step_*.jsonl",
-    "held-out questions after step {}, greedy": f"evaluation_{GREEDY}_*.jsonl",
-    "held-out questions after step {}, sampled": f"evaluation_{SAMPLED}_*.jsonl",
+    "evaluation after step {}, greedy": f"evaluation_{GREEDY}_*.jsonl",
+    "evaluation after step {}, sampled": f"evaluation_{SAMPLED}_*.jsonl",
 }
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
@@ -206,8 +206,10 @@ def team_charts(run: Run) -> list[dict[str, Any]]:
     modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
     if any(len(mode.points) > 1 for mode in modes):
         legend = [(mode.name, mode.colour) for mode in modes]
+        last = run.of_kind("evaluation")[-1]
+        questions = name_questions(last["questions"], last.get("trained_on"))
         charts.append(
-            {"title": "Exact match", "hint": "held-out questions", "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))}
+            {"title": "Exact match", "hint": questions, "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))}
         )
     return charts
 

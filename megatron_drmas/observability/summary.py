@@ -17,8 +17,9 @@ class Summary:
     keys of `as_dict`:
 
         name, seed, status, step, steps      step: steps done; steps: steps planned
-        exact_match    {questions, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the first
-                       step and at the last evaluation since; questions: held-out questions; None: not evaluated
+        exact_match    {questions, trained_on, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the
+                       first step and at the last evaluation since; trained_on: of the questions, those that are training
+                       questions too; None: not evaluated
         reward         mean over trajectories, last step
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
@@ -39,6 +40,7 @@ class Summary:
             "steps": steps,
             "exact_match": {
                 "questions": None,
+                "trained_on": None,
                 "samples": None,
                 SAMPLED: {"before": None, "after": None},
                 GREEDY: {"before": None, "after": None},
@@ -103,7 +105,7 @@ class Summary:
 
     def _add_evaluation(self, line: dict[str, Any]) -> None:
         match = self._values["exact_match"]
-        match["questions"] = line["questions"]
+        match["questions"], match["trained_on"] = line["questions"], line.get("trained_on", 0)
         if line["mode"] == SAMPLED:
             match["samples"] = line["samples"]
         match[line["mode"]]["before" if line["step"] == 0 else "after"] = line["exact_match"]

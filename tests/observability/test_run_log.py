@@ -98,6 +98,7 @@ def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_sum
     steps = [line for line in results(undisturbed) if line["kind"] == "step"]
     assert summary["exact_match"] == {
         "questions": 50,
+        "trained_on": 0,
         "samples": 4,
         "sampled": {"before": 0.2, "after": 0.8},
         "greedy": {"before": 0.2, "after": 0.8},
