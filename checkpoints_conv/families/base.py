@@ -148,12 +148,11 @@ class Family:
         # Where the class has no such field, its models take this default, and nothing else for null.
         head_dim = whole({"head_dim": getattr(understood, "head_dim", hidden // heads)}, "head_dim")
         if head_dim % 2:
-            raise ConversionError(f"head_dim={head_dim} is odd (hidden_size={hidden}, num_attention_heads={heads}): RoPE needs pairs")
+            sizes = f"hidden_size={hidden}, num_attention_heads={heads}"
+            raise ConversionError(f"head_dim={head_dim} is odd ({sizes}): RoPE needs pairs")
         for key, value in {"hidden_act": "silu", **self.fixed}.items():
-            if getattr(understood, key) != value:
-                raise ConversionError(
-                    f"config.json has {key}={shown(getattr(understood, key))}; {self.architecture} is supported with {value!r} only"
-                )
+            if (has := getattr(understood, key)) != value:
+                raise ConversionError(f"config.json has {key}={shown(has)}; {self.architecture} is supported with {value!r} only")
         max_position = whole(values, "max_position_embeddings")
         self._check_window(config, understood, max_position)
         theta, factor = self._rope(config, understood.rope_parameters)
@@ -186,7 +185,8 @@ class Family:
         _check_layer_types(getattr(understood, "layer_types", None) or [])
         window = getattr(understood, "sliding_window", None)
         if window is not None and not window >= max_position:
-            said = f"sliding_window={window}" if "sliding_window" in config else f"no sliding_window, for which transformers takes {window}"
+            absent = f"no sliding_window, for which transformers takes {window}"
+            said = f"sliding_window={window}" if "sliding_window" in config else absent
             raise ConversionError(
                 f"config.json has {said}: attention within a window smaller than max_position_embeddings={max_position} is not "
                 "supported; if the model has no window, write sliding_window: null"
@@ -205,7 +205,7 @@ class Family:
         theta = positive(rope, "rope_theta")
         strange = [key for key, value in rope.items() if key not in ROPE_KEYS[kind] and value is not None]
         if strange:
-            raise ConversionError(f"RoPE of type {kind!r} has {', '.join(map(shown, strange))}, which it has no use for; remove it")
+            raise ConversionError(f"RoPE of type {kind!r} has no use for {', '.join(map(shown, strange))}; remove it")
         if kind == "default":
             return theta, None
         for key, value in MEGATRON_LLAMA3_ROPE.items():
@@ -231,23 +231,24 @@ class Family:
         for described in (scaling, parameters):
             names = [described[key] for key in ("rope_type", "type") if described.get(key) is not None]
             if len(names) == 2 and names[0] != names[1]:
-                raise ConversionError(f"config.json gives RoPE two types, rope_type={shown(names[0])} and type={shown(names[1])}; remove one")
+                both = f"rope_type={shown(names[0])} and type={shown(names[1])}"
+                raise ConversionError(f"config.json gives RoPE two types, {both}; remove one")
             for key in ("rope_theta", "original_max_position_embeddings"):
                 inside, outside = described.get(key), config.get(key)
                 if None not in (inside, outside) and inside != outside:
                     raise ConversionError(
-                        f"config.json has {key}={shown(outside)}, but {shown(inside)} inside rope_scaling or rope_parameters; remove one"
+                        f"config.json has {key}={shown(outside)}, but {shown(inside)} inside rope_scaling or rope_parameters; "
+                        "remove one"
                     )
 
     def _experts(self, config: dict, understood: Any) -> dict:
         if not self.moe:
             return {}
         values = {key: getattr(understood, key) for key in EXPERTS}
-        given = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
-        if len(given) > 1:
-            raise ConversionError(
-                f"config.json has num_experts={config['num_experts']} and num_local_experts={config['num_local_experts']}; remove one"
-            )
+        given = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+        if len(set(given.values())) > 1:
+            both = " and ".join(f"{key}={value}" for key, value in given.items())
+            raise ConversionError(f"config.json has {both}; remove one")
         experts, chosen = whole(values, "num_experts", most=MOST_EXPERTS), whole(values, "num_experts_per_tok")
         normalise = flag(values, "norm_topk_prob")
         if chosen > experts:

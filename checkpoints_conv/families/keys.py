@@ -40,18 +40,21 @@ NEUTRAL: dict[str, tuple] = {
     "attn_logit_softcapping": (), "final_logit_softcapping": (), "attn_temperature_tuning": (False, 0), "llama_4_scaling": (),
     "routed_scaling_factor": (1,),
     # who attends to whom
-    "sliding_window": (), "use_sliding_window": (False,), "sliding_window_pattern": (), "window_size": (), "local_window_size": (),
+    "sliding_window": (), "use_sliding_window": (False,), "sliding_window_pattern": (), "window_size": (),
+    "local_window_size": (),
     "attention_chunk_size": (), "dual_chunk_attention_config": (), "is_causal": (True,), "is_prefix_lm": (False,),
     "add_cross_attention": (False,), "is_encoder_decoder": (False,), "target_layer_count": (),
     # positions
     "partial_rotary_factor": (1,), "rotary_pct": (1,), "rotary_emb_fraction": (1,), "rotary_emb_base": (), "rotary_dim": (),
-    "rope_interleaved": (False,), "rope_local_base_freq": (), "rope_ratio": (1,), "no_rope_layers": (), "no_rope_layer_interval": (),
+    "rope_interleaved": (False,), "rope_local_base_freq": (), "rope_ratio": (1,), "no_rope_layers": (),
+    "no_rope_layer_interval": (),
     "nope_layer_interval": (), "use_mrope": (False,), "mrope_section": (), "xdrope_section": (), "alibi": (False,),
     "position_embedding_type": ("rope",),
     # biases, norms, activations
     "attention_bias": (False,), "attention_out_bias": (False,), "qkv_bias": (False,), "mlp_bias": (False,), "bias": (False,),
     "use_bias": (False,), "no_bias": (True,), "lm_head_bias": (False,), "qk_norm": (False,), "use_qk_norm": (False,),
-    "qk_layernorm": (False,), "ada_rms_norm_t_cond": (False,), "clip_qkv": (), "hidden_activation": ("silu",), "parallel_residual": (False,),
+    "qk_layernorm": (False,), "ada_rms_norm_t_cond": (False,), "clip_qkv": (), "hidden_activation": ("silu",),
+    "parallel_residual": (False,),
     # experts
     "num_experts": (0,), "num_local_experts": (0,), "n_routed_experts": (0,), "n_shared_experts": (0,), "moe_num_experts": (0,),
     "shared_expert_intermediate_size": (0,), "first_k_dense_replace": (0,), "moe_layer_freq": (1,), "decoder_sparse_step": (1,),
@@ -62,7 +65,9 @@ NEUTRAL: dict[str, tuple] = {
 }
 
 
-def check_unread_keys(config: dict, architecture: str, read: Iterable[str], neutral: Mapping[str, tuple], defaults: Mapping[str, Any]) -> None:
+def check_unread_keys(
+    config: dict, architecture: str, read: Iterable[str], neutral: Mapping[str, tuple], defaults: Mapping[str, Any],
+) -> None:
     """Refuse keys that would change the computation, and name those that nobody knows.
 
     Args:
@@ -83,7 +88,8 @@ def check_unread_keys(config: dict, architecture: str, read: Iterable[str], neut
             if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral[key]):
                 would_do = " or ".join(["null", *(shown(each) for each in neutral[key])])
                 raise ConversionError(
-                    f"config.json has {key}={shown(value)}, which {architecture} is not converted with; it must be {would_do}, or absent"
+                    f"config.json has {key}={shown(value)}, which {architecture} is not converted with; it must be {would_do}, "
+                    "or absent"
                 )
         elif key in defaults:
             if value != defaults[key]:
@@ -99,4 +105,8 @@ def check_unread_keys(config: dict, architecture: str, read: Iterable[str], neut
 
 @functools.cache  # once per process: several steps read the same config
 def _say(architecture: str, keys: tuple[str, ...]) -> None:
-    logger.warning("config.json of this %s has keys that transformers ignores for it, and so does this: %s", architecture, ", ".join(keys))
+    logger.warning(
+        "config.json of this %s has keys that transformers ignores for it; they are ignored here too: %s",
+        architecture,
+        ", ".join(keys),
+    )

@@ -73,7 +73,10 @@ USUAL = {
     "num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "sliding_window": None,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "rope_theta": 1e4,
 }  # fmt: skip
-MOE_ONLY = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
+MOE_ONLY = {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_only_layers",
+}  # fmt: skip
 
 
 @st.composite
@@ -164,15 +167,18 @@ def test_the_class_is_the_one_that_AutoConfig_takes():
 
 def test_the_dtype_that_a_config_names_is_of_its_weights_and_no_meaning(tmp_path):
     config = {**AutoConfig.for_model("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
-    assert family_of(config).model_spec({**config, "dtype": "float16", "torch_dtype": "bfloat16"}) == family_of(config).model_spec(config)
+    family = family_of(config)
+    assert family.model_spec({**config, "dtype": "float16", "torch_dtype": "bfloat16"}) == family.model_spec(config)
 
 
 def test_the_command_imports_neither_torch_nor_models_for_a_config(tmp_path, repository):
-    (tmp_path / "config.json").write_text(json.dumps({**AutoConfig.for_model("qwen3").to_dict(), "architectures": ["Qwen3ForCausalLM"]}))
+    config = {**AutoConfig.for_model("qwen3").to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     script = (
-        "import sys\nfrom checkpoints_conv.families.config_class import keep_torch_out\nfrom checkpoints_conv.families import family_of\n"
-        "from checkpoints_conv.hf_folder import read_config\nkeep_torch_out()\nconfig = read_config(sys.argv[1])\n"
+        "import sys\nfrom checkpoints_conv.families import family_of\n"
+        "from checkpoints_conv.families.config_class import keep_torch_out\nfrom checkpoints_conv.hf_folder import read_config\nkeep_torch_out()\nconfig = read_config(sys.argv[1])\n"
         "family_of(config).model_spec(config)\nassert not {'torch', 'sklearn'} & set(sys.modules)\nimport torch\ntorch.zeros(1)\n"
     )
-    process = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=repository, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script, tmp_path]
+    process = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")

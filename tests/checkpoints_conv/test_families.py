@@ -112,7 +112,7 @@ def test_keys_that_nobody_reads_are_named_once(caplog):
     config = {**config_json("llama"), "my_scale": 2.0, "another": None}
     for _ in range(2):
         assert spec_of(config) == tiny_spec("llama")
-    assert [record.getMessage().endswith("ignores for it, and so does this: 'my_scale'") for record in caplog.records] == [True]
+    assert [record.getMessage().endswith("they are ignored here too: 'my_scale'") for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("key", ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor"])
@@ -163,7 +163,7 @@ WINDOWED = {"use_sliding_window": True, "layer_types": None}
         ("llama", {"rope_theta": 5e5}, r"rope_theta=500000.0, but 10000.0 inside"),
         ("llama", {"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096, but 8192 inside"),
         ("llama", {"rope_parameters": {**LLAMA3_ROPE, "type": "linear"}}, "two types, rope_type='llama3' and type='linear'"),
-        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "attention_factor": 2.0}}, "'attention_factor', which it has no use for"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "attention_factor": 2.0}}, "has no use for 'attention_factor'"),
         ("llama", {"rope_parameters": {**LLAMA3_ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ("qwen2", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "from layer to layer"),
         ("llama", {"model_type": None}, "model_type=None"),
