@@ -64,6 +64,7 @@ def engine_args(settings: EngineSettings) -> "EngineArgs":
             enable_chunked_prefill=True,
             enable_sleep_mode=settings.sleep,
             disable_custom_all_reduce=settings.deterministic,
+            moe_backend="triton",  # keeps experts as they are loaded, so that updates in place and digests of them are right
         )
     return EngineArgs(
         **common,
