@@ -150,6 +150,7 @@ class GraderConfig:
 @dataclass
 class EnvironmentConfig:
     name: str = MISSING  # a name registered in megatron_drmas.environments
+    normalization: str = "squad"  # squad | unicode: what exact match ignores; see megatron_drmas.environments.exact_match
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     grader: GraderConfig = field(default_factory=GraderConfig)
 

@@ -153,7 +153,7 @@ class _TrajectoryContext:
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
             agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
-            sample.weight_version, text, role.parse(text),
+            sample.weight_version, text, role.parse(text, tokenizer.opens_reasoning(prompt_ids)),
         )
         if len(role.config.choices) == 2 and turn.content is not None:
             turn.verdict = 1 - role.config.choices.index(turn.content)

@@ -60,11 +60,13 @@ class Workflow:
             define every one.
         needs_retrieval: whether it calls `Context.retrieve`.
         parsers: the parser of an agent whose content the workflow takes apart.
+        answering: the roles whose content the environment grades, as the outcome's answer or for a call's own reward.
     """
 
     agents: dict[str, tuple[str, ...]] = {}
     needs_retrieval: bool = False
     parsers: dict[str, str] = {}
+    answering: tuple[str, ...] = ()
 
     def __init__(self, config: WorkflowConfig):
         self.config = config

@@ -18,6 +18,7 @@ class EvalOptWorkflow(Workflow):
     """
 
     agents = {"generator": ("question", "history"), "evaluator": ("question", "history", "solution")}
+    answering = ("generator",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[Review] = []

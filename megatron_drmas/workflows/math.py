@@ -29,6 +29,7 @@ class MathWorkflow(Workflow):
     """
 
     agents = {"solver": ("question", "history"), "verifier": ("question", "history", "solution")}
+    answering = ("solver",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[Review] = []

@@ -35,6 +35,7 @@ class SearchWorkflow(Workflow):
 
     agents = dict.fromkeys(("verifier", "search", "answer"), ("question", "history", "turn", "max_turns"))
     needs_retrieval = True
+    answering = ("answer",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[SearchStep] = []

@@ -1,0 +1,507 @@
+r"""From a LaTeX or plain expression to sympy, strictly: what has two readings is refused, and no number is rounded.
+
+    sum      := [+-] product ((+|-) product)*
+    product  := factors ((\cdot | \times | * | / | \div) factors)*
+    factors  := postfix postfix*             an implicit product; `1/2x` is refused, as is a number after a factor (`x2`)
+    postfix  := atom (^ script | ! | ')*
+    atom     := number | symbol [_ script] | function | \frac | \sqrt | \binom | matrix | ( sum ) | { sum } | |sum|
+
+`2\frac{1}{3}` and `2 1/3` are mixed numbers where the fraction is a proper one.  A letter before parentheses is a function of
+what they hold if that is one symbol or number (`I(0)`, `f(x)`), or if it is f, g, h, F, G or P; otherwise a product.
+`e` is Euler's number and `i` the imaginary unit; `4.5e33` is 4.5 times ten to the 33rd.
+
+Sums, products, integrals and limits are not of this grammar; math-verify's parser reads them.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import sympy
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from sympy import I, Integer, MatrixBase, Pow, Rational, S, Symbol
+
+MAX_BITS = 500_000  # of a power, a factorial or a number in e-notation
+DEGREE = Symbol("^\\circ", positive=True)
+LOG_BASE = Symbol("base of log", positive=True)  # of `\log` without one: 10 or e, as the text does not say
+
+Expression = sympy.Expr | MatrixBase
+
+_TOKEN = re.compile(
+    r"(?P<space>\s+)|(?P<text>\\text\{[^{}]*\})|(?P<env>\\(?:begin|end)\s*\{[a-z]+\*?\})|(?P<bb>\\mathbb\s*\{?[A-Z]\}?)|(?P<command>\\[a-zA-Z]+|\\.)"
+    r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![\d.]))?)|(?P<letter>[a-zA-Z])|(?P<sign>.)",
+    re.DOTALL,
+)
+_FUNCTIONS: dict[str, Callable] = {
+    name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "gamma", "erf")
+} | {
+    "arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "arccot": sympy.acot, "arsinh": sympy.asinh, "arcosh": sympy.acosh,
+    "artanh": sympy.atanh, "ln": sympy.log, "log": lambda x: sympy.log(x) / LOG_BASE, "Gamma": sympy.gamma, "Re": sympy.re, "Im": sympy.im,
+    "det": lambda x: x.det() if isinstance(x, MatrixBase) else _refuse("the determinant of a number"), "max": sympy.Max, "min": sympy.Min,
+    "gcd": sympy.gcd, "lcm": sympy.lcm, "arg": sympy.arg,
+}  # fmt: skip
+_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+_INVERSES = {"sin": sympy.asin, "cos": sympy.acos, "tan": sympy.atan, "cot": sympy.acot, "sec": sympy.asec, "csc": sympy.acsc,
+             "sinh": sympy.asinh, "cosh": sympy.acosh, "tanh": sympy.atanh}  # fmt: skip
+_GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega hbar ell nabla partial aleph square triangle angle Box".split()
+)
+_ACCENTS = {"hat", "vec", "bar", "dot", "ddot", "tilde", "overline", "widehat", "widetilde", "mathcal", "mathscr", "mathfrak", "overrightarrow", "underline"}
+_ALWAYS_FUNCTIONS = set("fghFGP") | {"delta", "phi", "Phi", "zeta", "psi"}
+_CONVERSION = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
+_CALCULUS = re.compile(r"\\(?:sum|prod|i?int|lim)(?![a-zA-Z])")
+# What math-verify's parser reads otherwise than it is meant: `2 3` as 5, `10_8` as 10, `30^\circ` as 30, text as a product
+_MISREAD = re.compile(r"\d\s+\d|\d\s*_|\\circ|\\text|\d[eE]|'|,|=.*=|\\pm|\\mp|[<>]|\\(?:frac|sqrt)\s*\d")
+_TIMES = ("\\cdot", "\\times", "*")
+_DIVIDED = ("/", "\\div")
+_CLOSERS = {"(": ")", "[": "]", "\\lvert": "\\rvert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "{": "}", "|": "|"}
+
+
+class Unreadable(ValueError):
+    """The text is not an expression of the grammar, or has two readings, or a number of it is too large."""
+
+
+def _refuse(reason: str) -> None:
+    raise Unreadable(reason)
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str  # text | env | bb | command | number | letter | sign
+    text: str
+    spaced: bool  # white space before it
+
+
+def _tokens(text: str) -> list[_Token]:
+    found, spaced = [], False
+    for match in _TOKEN.finditer(text):
+        if match.lastgroup == "space":
+            spaced = True
+        else:
+            found.append(_Token(match.lastgroup, match.group(), spaced))
+            spaced = False
+    return found
+
+
+def read_number(text: str) -> Rational:
+    """The exact value of a decimal number, with or without an exponent of ten.
+
+    Raises:
+        Unreadable: the exponent is too large.
+    """
+    mantissa, _, exponent = text.lower().partition("e")
+    if len(exponent) > 7 or abs(int(exponent or 0)) * 3.33 > MAX_BITS:
+        raise Unreadable(f"{text} is too large")
+    whole, _, decimals = mantissa.partition(".")
+    return Rational(int(whole + decimals or "0")) * Integer(10) ** (int(exponent or 0) - len(decimals))
+
+
+def power(base: Expression, exponent: Expression) -> Expression:
+    """`base` to the power of `exponent`, unless that is a number too large to compute with.
+
+    Raises:
+        Unreadable: it is, or it is undefined.
+    """
+    if isinstance(base, MatrixBase):
+        if not (isinstance(exponent, Integer) and abs(int(exponent)) <= 1000):
+            raise Unreadable("a matrix to such a power")
+        return base ** int(exponent)
+    if base.is_number and exponent.is_Rational:
+        bits = max(int(base.p).bit_length(), int(base.q).bit_length()) if base.is_Rational else 64
+        if base not in (S.One, S.NegativeOne, S.Zero) and bits * abs(exponent) > MAX_BITS:
+            raise Unreadable("a power is too large")
+    if base == 0 and exponent.is_number and not exponent.is_positive:
+        raise Unreadable("zero to a power that is not positive")
+    return Pow(base, exponent)
+
+
+class _Parser:
+    def __init__(self, tokens: list[_Token]):
+        self.tokens = tokens
+        self.at = 0
+        self.bars = 0  # open |
+
+    def peek(self, ahead: int = 0) -> str:
+        return self.tokens[self.at + ahead].text if self.at + ahead < len(self.tokens) else ""
+
+    def kind(self, ahead: int = 0) -> str:
+        return self.tokens[self.at + ahead].kind if self.at + ahead < len(self.tokens) else ""
+
+    def take(self) -> str:
+        if self.at >= len(self.tokens):
+            raise Unreadable("ends too early")
+        self.at += 1
+        return self.tokens[self.at - 1].text
+
+    def expect(self, text: str) -> None:
+        if (found := self.take()) != text:
+            raise Unreadable(f"{found} where {text} should be")
+
+    def sum(self) -> Expression:
+        signs = {"+": 1, "-": -1}
+        sign = signs[self.take()] if self.peek() in signs else 1
+        total = _scaled(sign, self.product())
+        while self.peek() in signs:
+            sign = signs[self.take()]
+            term = _scaled(sign, self.product())
+            if isinstance(total, MatrixBase) != isinstance(term, MatrixBase) or isinstance(total, MatrixBase) and total.shape != term.shape:
+                raise Unreadable("a sum of different shapes")
+            total = total + term
+        return total
+
+    def product(self) -> Expression:
+        value = self.factors()
+        while self.peek() in _TIMES or self.peek() in _DIVIDED:
+            operator = self.take()
+            sign = -1 if self.peek() == "-" else 1
+            if self.peek() in ("-", "+"):
+                self.take()
+            start = self.at
+            if operator in _TIMES:
+                factor = self.factors()
+            else:
+                factor = self.postfix()
+                if self.starts_factor():
+                    raise Unreadable("a product after a slash has two readings")
+                if self.at - start == 0 or isinstance(factor, MatrixBase) or factor == 0:
+                    raise Unreadable("no number to divide by")
+                factor = 1 / factor
+            value = _times(value, _scaled(sign, factor))
+        return value
+
+    def starts_factor(self) -> bool:
+        text, kind = self.peek(), self.kind()
+        if kind == "sign":
+            return text in ("(", "[", "{") or text == "|" and self.bars == 0
+        if kind == "command":
+            return text not in _TIMES and text not in _DIVIDED and text not in ("\\}", "\\rvert", "\\rfloor", "\\rceil", "\\choose", "\\over", "\\\\")
+        return kind in ("letter", "text") or kind == "env" and text.startswith("\\begin")
+
+    def factors(self) -> Expression:
+        whole = Integer(self.peek()) if self.kind() == "number" and self.peek().isdigit() else None
+        value = self.postfix()
+        if whole is not None and value == whole and (fraction := self.proper_fraction()) is not None:
+            value = whole + fraction
+        while self.starts_factor():
+            value = _times(value, self.postfix())
+        if self.kind() == "number":
+            raise Unreadable("a number after a factor")
+        return value
+
+    def proper_fraction(self) -> Optional[Rational]:
+        """The fraction of a mixed number, taken if it is one."""
+        start = self.at
+        if self.peek() == "\\frac":
+            self.take()
+            above, below = self.argument(), self.argument()
+        elif self.kind() == "number" and self.peek().isdigit() and self.tokens[self.at].spaced and self.peek(1) == "/" and self.peek(2).isdigit():
+            above, below = Integer(self.take()), (self.take(), Integer(self.take()))[1]
+        else:
+            return None
+        if not (isinstance(above, Integer) and isinstance(below, Integer)) or above < 0 or below <= 0:
+            self.at = start
+            return None
+        if above >= below or self.peek() == "^":
+            raise Unreadable("a whole number before an improper fraction has two readings")
+        return Rational(above, below)
+
+    def postfix(self) -> Expression:
+        value = self.atom()
+        raised = False
+        while self.peek() in ("^", "!", "'"):
+            mark = self.take()
+            if mark == "!":
+                if self.peek() == "!":
+                    raise Unreadable("a double factorial")
+                value = factorial(value)
+            elif mark == "'":
+                value = self.primed(value)
+            elif self.peek() == "\\circ" or [self.peek(i) for i in range(3)] == ["{", "\\circ", "}"]:
+                for _ in range(3 if self.peek() == "{" else 1):
+                    self.take()
+                value = _times(value, DEGREE)
+            elif self.peek() == "\\prime" or [self.peek(i) for i in range(3)] == ["{", "\\prime", "}"]:
+                for _ in range(3 if self.peek() == "{" else 1):
+                    self.take()
+                value = self.primed(value)
+            elif raised:
+                raise Unreadable("two exponents")
+            else:
+                value, raised = power(value, self.script()), True
+        return value
+
+    def primed(self, value: Expression) -> Symbol:
+        if not isinstance(value, Symbol):
+            raise Unreadable("a prime after what is no symbol")
+        return Symbol(f"{value.name}'", real=True)
+
+    def script(self) -> Expression:
+        """What stands after `^`: a group, or a number, symbol or command with its arguments, with or without a sign."""
+        if self.peek() in ("-", "+"):
+            sign = -1 if self.take() == "-" else 1
+            return _scaled(sign, self.script())
+        if self.peek() == "{":
+            return self.group()
+        return self.atom()
+
+    def argument(self) -> Expression:
+        r"""The argument of a command: a group, one digit (`\frac12`) or one symbol."""
+        if self.peek() == "{":
+            return self.group()
+        if self.kind() == "number":
+            token = self.tokens[self.at]
+            if len(token.text) > 1:
+                self.tokens[self.at : self.at + 1] = [_Token("number", token.text[0], token.spaced), _Token("number", token.text[1:], False)]
+            return read_number(self.take())
+        return self.atom()
+
+    def group(self) -> Expression:
+        opening = self.take()
+        bars, self.bars = self.bars, 0
+        value = self.sum()
+        if opening == "{" and self.peek() in ("\\choose", "\\over"):
+            command = self.take()
+            value = binomial(value, self.sum()) if command == "\\choose" else _times(value, 1 / self.sum())
+        self.expect(_CLOSERS[opening])
+        self.bars = bars
+        return value
+
+    def name(self) -> str:
+        """A symbol's name with its subscript."""
+        text = self.take()
+        name = text.removeprefix("\\text{").removesuffix("}") if text.startswith("\\text") else text.lstrip("\\")
+        if name in _ACCENTS and text.startswith("\\"):
+            name = f"{name} {self.raw()}"
+        if self.peek() == "_":
+            self.take()
+            name += f"_{self.raw()}"
+        return name
+
+    def raw(self) -> str:
+        """A group, or one token, as text."""
+        text = self.take()
+        if text != "{":
+            return re.sub(r"\\text\{(.*)\}", r"\1", text)
+        parts, depth = [], 1
+        while depth:
+            text = self.take()
+            depth += (text == "{") - (text == "}")
+            parts.append(re.sub(r"\\text\{(.*)\}", r"\1", text))
+        return "".join(parts[:-1])
+
+    def atom(self) -> Expression:
+        text, kind = self.peek(), self.kind()
+        if kind == "number":
+            if self.peek(1) == "_":
+                raise Unreadable("a number with a subscript")
+            return read_number(self.take())
+        if text in ("(", "[", "{"):
+            return self.group()
+        if text in ("|", "\\lvert"):
+            self.take()
+            self.bars += text == "|"
+            value = self.sum()
+            self.expect(_CLOSERS[text])
+            self.bars -= text == "|"
+            return value.det() if isinstance(value, MatrixBase) else sympy.Abs(value)
+        if text in ("\\lfloor", "\\lceil"):
+            self.take()
+            value = self.sum()
+            self.expect(_CLOSERS[text])
+            return sympy.floor(value) if text == "\\lfloor" else sympy.ceiling(value)
+        if kind == "env":
+            return self.matrix()
+        if kind == "command":
+            return self.command()
+        if kind in ("letter", "text"):
+            return self.symbol()
+        raise Unreadable(f"{text or 'the end'} where a number or a symbol should be")
+
+    def command(self) -> Expression:
+        name = self.peek()[1:]
+        if name == "frac":
+            self.take()
+            above, below = self.argument(), self.argument()
+            if isinstance(below, MatrixBase) or below == 0:
+                raise Unreadable("a fraction of nothing")
+            return _times(above, 1 / below)
+        if name == "sqrt":
+            self.take()
+            index = self.group() if self.peek() == "[" else Integer(2)
+            radicand = self.argument()
+            # Of a negative number the real root, if it has one: that is what \sqrt[3]{-8} means
+            if isinstance(index, Integer) and index > 0 and index % 2 and radicand.is_real and radicand.is_negative:
+                return -power(-radicand, 1 / index)
+            return power(radicand, 1 / index)
+        if name == "binom":
+            self.take()
+            return binomial(self.argument(), self.argument())
+        if name == "pi":
+            self.take()
+            return sympy.pi
+        if name == "infty":
+            self.take()
+            return sympy.oo
+        if name in _FUNCTIONS and not (name in _GREEK and self.peek(1) != "("):
+            return self.function(self.take()[1:])
+        if name in _GREEK or name in _ACCENTS:
+            return self.symbol()
+        raise Unreadable(f"\\{name} is not known")
+
+    def function(self, name: str) -> Expression:
+        apply, exponent = _FUNCTIONS[name], None
+        if name == "log" and self.peek() == "_":
+            self.take()
+            base = self.argument()
+            apply = lambda x: sympy.log(x) / sympy.log(base)  # noqa: E731
+        if self.peek() == "^":
+            self.take()
+            exponent = self.script()
+            if exponent == -1:
+                if name not in _INVERSES:
+                    raise Unreadable(f"\\{name}^{{-1}} has two readings")
+                apply, exponent = _INVERSES[name], None
+        if self.peek() in ("(", "[", "{"):
+            opening = self.take()
+            bars, self.bars = self.bars, 0
+            arguments = [self.sum()]
+            while self.peek() == "," and name in ("max", "min", "gcd", "lcm"):
+                self.take()
+                arguments.append(self.sum())
+            self.expect(_CLOSERS[opening])
+            self.bars = bars
+        else:
+            arguments = [self.function_argument()]
+        if name in _TRIGONOMETRIC:
+            arguments = [argument.subs(DEGREE, sympy.pi / 180) for argument in arguments]
+        value = apply(*arguments)
+        return value if exponent is None else power(value, exponent)
+
+    def function_argument(self) -> Expression:
+        r"""An argument without parentheses: the factors up to the next function or operator, as in `\sin 2x \cos x`."""
+        value = self.postfix()
+        while self.starts_factor() and self.peek()[1:] not in _FUNCTIONS and self.peek() not in ("(", "[", "\\text"):
+            value = _times(value, self.postfix())
+        if self.kind() == "number":
+            raise Unreadable("a number after a factor")
+        return value
+
+    def symbol(self) -> Expression:
+        kind = self.kind()
+        name = self.name()
+        if kind == "letter" and name == "e":
+            return sympy.E
+        if kind == "letter" and name == "i":
+            return I
+        if kind != "text" and self.peek() == "(" and (argument := self.application(name)) is not None:
+            return sympy.Function(name)(argument)
+        return Symbol(name, real=True)
+
+    def application(self, name: str) -> Optional[Expression]:
+        """The argument, if the parentheses after a symbol make it a function."""
+        start = self.at
+        try:
+            value = self.group()
+        except Unreadable:
+            if name in _ALWAYS_FUNCTIONS:
+                raise
+            value = None
+        if value is not None and (name in _ALWAYS_FUNCTIONS or value.is_number or isinstance(value, Symbol)):
+            return value
+        self.at = start
+        return None
+
+    def matrix(self) -> Expression:
+        opening = re.sub(r"\s", "", self.take())
+        kind = opening[len("\\begin{") : -1].rstrip("*")
+        if kind not in ("matrix", "pmatrix", "bmatrix", "vmatrix", "smallmatrix", "array"):
+            raise Unreadable(f"{kind} is no matrix")
+        if kind == "array":
+            self.raw()
+        rows: list[list[Expression]] = [[]]
+        while not self.peek().startswith("\\end"):
+            if self.peek() == "\\\\":
+                self.take()
+                if not self.peek().startswith("\\end"):
+                    rows.append([])
+            elif self.peek() == "&":
+                self.take()
+            rows[-1].append(self.sum()) if not self.peek().startswith("\\end") else None
+        if re.sub(r"\s", "", self.take()) != opening.replace("begin", "end", 1):
+            raise Unreadable("a matrix that is not closed")
+        if len({len(row) for row in rows}) != 1 or any(isinstance(entry, MatrixBase) for row in rows for entry in row):
+            raise Unreadable("rows of different lengths")
+        matrix = sympy.ImmutableMatrix(rows)
+        return matrix.det() if kind == "vmatrix" else matrix
+
+
+def _scaled(sign: int, value: Expression) -> Expression:
+    return value if sign == 1 else -value
+
+
+def _times(left: Expression, right: Expression) -> Expression:
+    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase) and left.shape[1] != right.shape[0]:
+        raise Unreadable("matrices that do not fit")
+    return left * right
+
+
+def factorial(value: Expression) -> Expression:
+    """n! of a number small enough, or of an expression.
+
+    Raises:
+        Unreadable: the number is too large, negative or not whole.
+    """
+    if isinstance(value, MatrixBase) or value.is_number and not (isinstance(value, Integer) and 0 <= value):
+        raise Unreadable("the factorial of what is no whole number")
+    if isinstance(value, Integer) and int(value) * math.log2(int(value) + 1) > MAX_BITS:
+        raise Unreadable("a factorial is too large")
+    return sympy.factorial(value)
+
+
+def binomial(above: Expression, below: Expression) -> Expression:
+    """The binomial coefficient of numbers small enough, or of expressions.
+
+    Raises:
+        Unreadable: a number is too large.
+    """
+    if any(isinstance(value, MatrixBase) or value.is_number and abs(value) > MAX_BITS for value in (above, below)):
+        raise Unreadable("a binomial coefficient is too large")
+    return sympy.binomial(above, below)
+
+
+def read_expression(text: str) -> Expression:
+    """The value of a cleaned text (`spelling.clean`) as a sympy expression or matrix; numbers are exact.
+
+    Raises:
+        Unreadable: see there.
+    """
+    if _CALCULUS.search(text):
+        return _read_calculus(text)
+    parser = _Parser(_tokens(text))
+    try:
+        value = parser.sum()
+    except (TypeError, AttributeError, ZeroDivisionError, NotImplementedError, IndexError) as error:
+        raise Unreadable(f"sympy refuses it: {error}") from error  # such as the logarithm of a matrix
+    if parser.at < len(parser.tokens):
+        raise Unreadable(f"{parser.peek()} is left over")
+    if not isinstance(value, (sympy.Expr, MatrixBase)) or value.has(sympy.nan, sympy.zoo):
+        raise Unreadable("it has no value")
+    return value
+
+
+def _read_calculus(text: str) -> Expression:
+    if _MISREAD.search(text):
+        raise Unreadable("two readings of a sum, a product, an integral or a limit")
+    exact = re.sub(r"\d+\.\d+|\.\d+", lambda match: "\\frac{%d}{%d}" % read_number(match.group()).as_numer_denom(), text)
+    try:
+        value = latex2sympy(exact, is_real=True, normalization_config=None, conversion_config=_CONVERSION).doit()
+    except MemoryError:
+        raise
+    except Exception as error:  # the parser raises bare Exception, and whatever its own mistakes raise
+        raise Unreadable(f"math-verify's parser refuses it: {error}") from error
+    if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo, sympy.Float):
+        raise Unreadable("it has no exact value")
+    return value
