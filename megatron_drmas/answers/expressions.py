@@ -2,7 +2,7 @@ r"""From a LaTeX or plain expression to sympy, strictly: what has two readings i
 
     sum      := [+-] product ((+|-) product)*
     product  := factors ((\cdot | \times | * | / | \div) factors)*
-    factors  := postfix postfix*             an implicit product; `1/2x` is refused, as is a number after a factor (`x2`)
+    factors  := postfix postfix*             an implicit product; `1/2x` is refused, and so is a number after a factor but a factorial (`x2`)
     postfix  := atom (^ script | ! | ')*
     atom     := number | symbol [_ script] | function | \frac | \sqrt | \binom | matrix | ( sum ) | { sum } | |sum|
 
@@ -185,7 +185,7 @@ class _Parser:
         value = self.postfix()
         if whole is not None and value == whole and (fraction := self.proper_fraction()) is not None:
             value = whole + fraction
-        while self.starts_factor():
+        while self.starts_factor() or self.kind() == "number" and self.tokens[self.at - 1].text == "!":
             value = _times(value, self.postfix())
         if self.kind() == "number":
             raise Unreadable("a number after a factor")
@@ -483,7 +483,9 @@ def read_expression(text: str) -> Expression:
     parser = _Parser(_tokens(text))
     try:
         value = parser.sum()
-    except (TypeError, AttributeError, ZeroDivisionError, NotImplementedError, IndexError) as error:
+    except Unreadable:
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, NotImplementedError) as error:
         raise Unreadable(f"sympy refuses it: {error}") from error  # such as the logarithm of a matrix
     if parser.at < len(parser.tokens):
         raise Unreadable(f"{parser.peek()} is left over")

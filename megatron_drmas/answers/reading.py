@@ -83,6 +83,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?!,\d)")
 _NUMERAL = re.compile(r"\(?\s*(?:\\text\{([0-9A-Za-z]+)\}|([0-9A-Z](?:[0-9A-Z\s]*[0-9A-Z])?))\s*\)?\s*_\s*\{?\s*(?:\\text\{)?\s*([a-z]+|\d+)\s*\}?\s*\}?")
 _BASES = {name: base for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)} | {"sixteen": 16}
 _WORD = re.compile(r"[A-Za-z][A-Za-z'. -]*[A-Za-z.']|[A-Za-z]")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _CHOICE = re.compile(r"\\text\{\(?([A-J])[).:]?\}\)?\s*(.+)", re.DOTALL)
 _OPEN_ENDED = re.compile(r"\]([^\[\]]*),([^\[\]]*)\[")
 _NAMED = {"\\mathbb{R}": sympy.Reals, "\\emptyset": sympy.EmptySet, "\\{\\}": sympy.EmptySet}
@@ -139,6 +140,8 @@ def _element(text: str) -> Answer:
     if match := re.fullmatch(r"\\text\{([^{}]*)\}", text):
         inner = _trimmed(clean(match.group(1)))
         return Words(inner.lower()) if _is_words(inner) else _element(inner) if "\\text" not in inner else Words(canonical(inner))
+    if not text:
+        return Words("")
     if _is_words(text):
         return Words(text.lower().rstrip("."))
     if (match := _CHOICE.fullmatch(text)) and _trimmed(match.group(2)):
@@ -175,20 +178,24 @@ def _quantity(text: str) -> Answer:
         except Unreadable:
             if found.value == text:
                 continue
-            # What precedes the unit may be anything that has elements: `1, 2 cm` was split before, `(1\text{ or }2)` was not
-            return Words(canonical(text))
+            return _phrase(text)
         unit = found.unit
         if isinstance(value, sympy.Expr) and DEGREE in value.free_symbols and DEGREE not in (value / DEGREE).free_symbols:
             value, unit = value / DEGREE, unit or "degree"
         return Quantity(value, found.percent, unit)
-    return Words(canonical(text))
+    return _phrase(text)
+
+
+def _phrase(text: str) -> Words:
+    """What cannot be read otherwise; without its case if nothing but words and numbers stands in it (`June 20`)."""
+    phrase = re.fullmatch(r"[\w\s.,:'-]*", text) and re.search(r"[A-Za-z]{3}", text)
+    return Words(canonical(text.lower() if phrase else text))
 
 
 def _plus_minus(text: str) -> Optional[Answer]:
-    if "\\pm" not in text and "\\mp" not in text:
+    if not _PLUS_MINUS.search(text):
         return None
-    signs = (("+", "-"), ("-", "+"))
-    members = tuple(_element(re.sub(r"\\pm(?![a-zA-Z])", plus, re.sub(r"\\mp(?![a-zA-Z])", minus, text))) for plus, minus in signs)
+    members = tuple(_element(_PLUS_MINUS.sub(lambda sign: signs[sign.group()], text)) for signs in ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"}))
     return Several("", "", members)
 
 
