@@ -1,4 +1,4 @@
-"""Mathematics questions; the return is 1 for a right last `\\boxed{}` and 0 otherwise."""
+"""Mathematics questions; the return is 1 for a right answer and 0 otherwise."""
 
 from types import TracebackType
 from typing import Optional

@@ -127,10 +127,10 @@ class SearchEnvironment(Environment):
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
 
     def supports(self, question: Question, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any passage as whole words; "yes" and "no" stand in too many to count."""
+        """Whether an accepted answer stands in any passage as whole words; "yes", "no" and articles stand in too many to count."""
         rule = self.config.normalization
         words = [f" {normalise_answer(passage, rule)} " for passage in passages]
-        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no"}
+        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
         return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:

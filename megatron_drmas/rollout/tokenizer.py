@@ -5,10 +5,6 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatron_drmas.team.parsing import THINK_OPEN
-
-TAIL = 16  # tokens in which `<think>` and white space after it end a prompt, were each character a token
-
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder.
@@ -36,10 +32,6 @@ class ChatTokenizer:
         """The chat rendered once, with the mark that lets the assistant speak."""
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._options)
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def opens_reasoning(self, prompt_ids: list[int]) -> bool:
-        """Whether the prompt ends with `<think>`, which a response then need only close."""
-        return self._tokenizer.decode(prompt_ids[-TAIL:], skip_special_tokens=False).rstrip().endswith(THINK_OPEN)
 
     def text(self, token_ids: list[int]) -> str:
         """The response as text, without the end-of-turn mark."""

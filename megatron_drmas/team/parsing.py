@@ -93,17 +93,16 @@ def last_boxed(text: str) -> Optional[str]:
     return None
 
 
-def after_reasoning(text: str, opened: bool) -> Optional[str]:
-    """What a model says when it has finished to reason: what follows the last `</think>`, or all of a text without such tags.
+def after_reasoning(text: str, prompt_end: str = "") -> Optional[str]:
+    """What a model says when it has reasoned: what follows the last `</think>`, or all of a text that has no such tags.
 
     Args:
         text: a response.
-        opened: the prompt ends with `<think>`, as some chat templates' do, so that the response begins within the reasoning.
+        prompt_end: the end of its prompt.  Some chat templates open the reasoning there, and a response then only closes it.
 
     Returns:
         None if the reasoning is not finished: what stands in it is no answer yet.
     """
-    reasoning, closed, answer = text.rpartition(THINK_CLOSED)
-    if THINK_OPEN in answer or opened and not closed:
-        return None
-    return answer
+    _, closed, answer = text.rpartition(THINK_CLOSED)
+    opened = prompt_end.rstrip().endswith(THINK_OPEN)
+    return None if THINK_OPEN in answer or opened and not closed else answer

@@ -23,14 +23,14 @@ class Agent:
             messages.insert(0, {"role": "system", "content": self.config.system})
         return messages
 
-    def parse(self, text: str, reasons: bool = False) -> Optional[str]:
+    def parse(self, text: str, prompt_end: str = "") -> Optional[str]:
         """The content of an output, or None if it is malformed or its reasoning is not finished.
 
         Args:
             text: the output.
-            reasons: the prompt ends where the model's reasoning begins; see `parsing.after_reasoning`.
+            prompt_end: how the prompt ends; see `parsing.after_reasoning`.
         """
-        answer = after_reasoning(text, reasons)
+        answer = after_reasoning(text, prompt_end)
         return None if answer is None else PARSERS[self.config.parser](answer, self.config)
 
 
