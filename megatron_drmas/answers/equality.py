@@ -14,14 +14,13 @@ Expressions are equal if sympy proves their difference to be zero; two that mere
 - Words are compared without their case, symbols with it.
 """
 
-import itertools
 import math
 from typing import Optional
 
 import sympy
 from sympy import MatrixBase, Rational
 
-from megatron_drmas.answers.expressions import Expression
+from megatron_drmas.answers.arithmetic import Expression
 from megatron_drmas.answers.reading import Answer, Numeral, Quantity, RealSet, Relation, Several, Words, as_set, read
 
 DIGITS = 40  # to which a difference is looked at before a proof that it is zero is tried
@@ -94,7 +93,9 @@ def _equal_sets(gold: Answer, answer: Answer) -> bool:
     sets = as_set(gold), as_set(answer)
     if len(symbols) > 1 or None in sets:
         return False
-    return sets[0] == sets[1] or all((one - other) is sympy.EmptySet or (one - other) == sympy.EmptySet for one, other in (sets, sets[::-1]))
+    return sets[0] == sets[1] or all(
+        (one - other) is sympy.EmptySet or (one - other) == sympy.EmptySet for one, other in (sets, sets[::-1])
+    )
 
 
 def _equal_relations(gold: Answer, answer: Answer) -> bool:
@@ -131,10 +132,15 @@ def equal_expressions(gold: Expression, answer: Expression) -> bool:
     if isinstance(gold, MatrixBase) or isinstance(answer, MatrixBase):
         if not (isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase)) or gold.shape != answer.shape:
             return False
-        return all(itertools.starmap(equal_expressions, zip(gold, answer)))
+        return all(map(equal_expressions, gold, answer))
     if gold == answer:
         return True
-    if isinstance(gold, Rational) and isinstance(answer, Rational) or gold.has(sympy.oo, -sympy.oo) or answer.has(sympy.oo, -sympy.oo):
+    if (
+        isinstance(gold, Rational)
+        and isinstance(answer, Rational)
+        or gold.has(sympy.oo, -sympy.oo)
+        or answer.has(sympy.oo, -sympy.oo)
+    ):
         return False
     return _is_zero(gold - answer)
 
@@ -159,9 +165,14 @@ def _may_be_zero(difference: sympy.Expr) -> bool:
     """False if the expression is certainly not zero at one of two places; True says nothing yet."""
     unknown = sorted(difference.free_symbols | difference.atoms(sympy.core.function.AppliedUndef), key=sympy.default_sort_key)
     for first in (Rational(7, 11), Rational(19, 13)):
-        value: Optional[sympy.Expr] = difference.subs({symbol: first + Rational(2 * at, 17) for at, symbol in enumerate(unknown)}).evalf(DIGITS)
+        value: Optional[sympy.Expr] = difference.subs(
+            {symbol: first + Rational(2 * at, 17) for at, symbol in enumerate(unknown)}
+        ).evalf(DIGITS)
         parts = value.as_real_imag() if value is not None and value.is_number else ()
         # A precision of 1 is sympy's mark of digits that cancelled
-        if any(part.is_Float and part._prec > 1 and part != 0 and math.isfinite(part) or part.is_Rational and part != 0 for part in parts):
+        if any(
+            part.is_Float and part._prec > 1 and part != 0 and math.isfinite(part) or part.is_Rational and part != 0
+            for part in parts
+        ):
             return False
     return True

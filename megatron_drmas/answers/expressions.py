@@ -2,7 +2,7 @@ r"""From a LaTeX or plain expression to sympy, strictly: what has two readings i
 
     sum      := [+-] product ((+|-) product)*
     product  := factors ((\cdot | \times | * | / | \div) factors)*
-    factors  := postfix postfix*             an implicit product; `1/2x` is refused, and so is a number after a factor but a factorial (`x2`)
+    factors  := postfix postfix*         not after a slash (`1/2x` is refused), and no number but after a factorial (`x2` is)
     postfix  := atom (^ script | ! | ')*
     atom     := number | symbol [_ script] | function | \frac | \sqrt | \binom | matrix | ( sum ) | { sum } | |sum|
 
@@ -13,114 +13,37 @@ what they hold if that is one symbol or number (`I(0)`, `f(x)`), or if it is f, 
 Sums, products, integrals and limits are not of this grammar; math-verify's parser reads them.
 """
 
-import math
 import re
-from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Optional
 
 import sympy
-from latex2sympy2_extended import latex2sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-from sympy import I, Integer, MatrixBase, Pow, Rational, S, Symbol
+from sympy import I, Integer, MatrixBase, Rational, Symbol
 
-MAX_BITS = 500_000  # of a power, a factorial or a number in e-notation
-DEGREE = Symbol("^\\circ", positive=True)
-LOG_BASE = Symbol("base of log", positive=True)  # of `\log` without one: 10 or e, as the text does not say
-
-Expression = sympy.Expr | MatrixBase
-
-_TOKEN = re.compile(
-    r"(?P<space>\s+)|(?P<text>\\text\{[^{}]*\})|(?P<env>\\(?:begin|end)\s*\{[a-z]+\*?\})|(?P<bb>\\mathbb\s*\{?[A-Z]\}?)|(?P<command>\\[a-zA-Z]+|\\.)"
-    r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![\d.]))?)|(?P<letter>[a-zA-Z])|(?P<sign>.)",
-    re.DOTALL,
+from megatron_drmas.answers.arithmetic import Expression, Unreadable, binomial, factorial, power, read_number, times
+from megatron_drmas.answers.calculus import CALCULUS, read_calculus
+from megatron_drmas.answers.vocabulary import (
+    ACCENTS,
+    ALWAYS_FUNCTIONS,
+    CLOSERS,
+    DEGREE,
+    DIVIDED,
+    FUNCTIONS,
+    INVERSES,
+    NAMES,
+    TIMES,
+    TRIGONOMETRIC,
+    Token,
+    tokens,
 )
-_FUNCTIONS: dict[str, Callable] = {
-    name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "gamma", "erf")
-} | {
-    "arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "arccot": sympy.acot, "arsinh": sympy.asinh, "arcosh": sympy.acosh,
-    "artanh": sympy.atanh, "ln": sympy.log, "log": lambda x: sympy.log(x) / LOG_BASE, "Gamma": sympy.gamma, "Re": sympy.re, "Im": sympy.im,
-    "det": lambda x: x.det() if isinstance(x, MatrixBase) else _refuse("the determinant of a number"), "max": sympy.Max, "min": sympy.Min,
-    "gcd": sympy.gcd, "lcm": sympy.lcm, "arg": sympy.arg,
-}  # fmt: skip
-_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-_INVERSES = {"sin": sympy.asin, "cos": sympy.acos, "tan": sympy.atan, "cot": sympy.acot, "sec": sympy.asec, "csc": sympy.acsc,
-             "sinh": sympy.asinh, "cosh": sympy.acosh, "tanh": sympy.atanh}  # fmt: skip
-_GREEK = set(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega hbar ell nabla partial aleph square triangle angle Box".split()
-)
-_ACCENTS = {"hat", "vec", "bar", "dot", "ddot", "tilde", "overline", "widehat", "widetilde", "mathcal", "mathscr", "mathfrak", "overrightarrow", "underline"}
-_ALWAYS_FUNCTIONS = set("fghFGP") | {"delta", "phi", "Phi", "zeta", "psi"}
-_CONVERSION = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-_CALCULUS = re.compile(r"\\(?:sum|prod|i?int|lim)(?![a-zA-Z])")
-# What math-verify's parser reads otherwise than it is meant: `2 3` as 5, `10_8` as 10, `30^\circ` as 30, text as a product
-_MISREAD = re.compile(r"\d\s+\d|\d\s*_|\\circ|\\text|\d[eE]|'|,|=.*=|\\pm|\\mp|[<>]|\\(?:frac|sqrt)\s*\d")
-_TIMES = ("\\cdot", "\\times", "*")
-_DIVIDED = ("/", "\\div")
-_CLOSERS = {"(": ")", "[": "]", "\\lvert": "\\rvert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "{": "}", "|": "|"}
 
 
-class Unreadable(ValueError):
-    """The text is not an expression of the grammar, or has two readings, or a number of it is too large."""
-
-
-def _refuse(reason: str) -> None:
-    raise Unreadable(reason)
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str  # text | env | bb | command | number | letter | sign
-    text: str
-    spaced: bool  # white space before it
-
-
-def _tokens(text: str) -> list[_Token]:
-    found, spaced = [], False
-    for match in _TOKEN.finditer(text):
-        if match.lastgroup == "space":
-            spaced = True
-        else:
-            found.append(_Token(match.lastgroup, match.group(), spaced))
-            spaced = False
-    return found
-
-
-def read_number(text: str) -> Rational:
-    """The exact value of a decimal number, with or without an exponent of ten.
-
-    Raises:
-        Unreadable: the exponent is too large.
-    """
-    mantissa, _, exponent = text.lower().partition("e")
-    if len(exponent) > 7 or abs(int(exponent or 0)) * 3.33 > MAX_BITS:
-        raise Unreadable(f"{text} is too large")
-    whole, _, decimals = mantissa.partition(".")
-    return Rational(int(whole + decimals or "0")) * Integer(10) ** (int(exponent or 0) - len(decimals))
-
-
-def power(base: Expression, exponent: Expression) -> Expression:
-    """`base` to the power of `exponent`, unless that is a number too large to compute with.
-
-    Raises:
-        Unreadable: it is, or it is undefined.
-    """
-    if isinstance(base, MatrixBase):
-        if not (isinstance(exponent, Integer) and abs(int(exponent)) <= 1000):
-            raise Unreadable("a matrix to such a power")
-        return base ** int(exponent)
-    if base.is_number and exponent.is_Rational:
-        bits = max(int(base.p).bit_length(), int(base.q).bit_length()) if base.is_Rational else 64
-        if base not in (S.One, S.NegativeOne, S.Zero) and bits * abs(exponent) > MAX_BITS:
-            raise Unreadable("a power is too large")
-    if base == 0 and exponent.is_number and not exponent.is_positive:
-        raise Unreadable("zero to a power that is not positive")
-    return Pow(base, exponent)
+def _scaled(sign: int, value: Expression) -> Expression:
+    return value if sign == 1 else -value
 
 
 class _Parser:
-    def __init__(self, tokens: list[_Token]):
-        self.tokens = tokens
+    def __init__(self, found: list[Token]):
+        self.tokens = found
         self.at = 0
         self.bars = 0  # open |
 
@@ -147,20 +70,24 @@ class _Parser:
         while self.peek() in signs:
             sign = signs[self.take()]
             term = _scaled(sign, self.product())
-            if isinstance(total, MatrixBase) != isinstance(term, MatrixBase) or isinstance(total, MatrixBase) and total.shape != term.shape:
+            if (
+                isinstance(total, MatrixBase) != isinstance(term, MatrixBase)
+                or isinstance(total, MatrixBase)
+                and total.shape != term.shape
+            ):
                 raise Unreadable("a sum of different shapes")
             total = total + term
         return total
 
     def product(self) -> Expression:
         value = self.factors()
-        while self.peek() in _TIMES or self.peek() in _DIVIDED:
+        while self.peek() in TIMES or self.peek() in DIVIDED:
             operator = self.take()
             sign = -1 if self.peek() == "-" else 1
             if self.peek() in ("-", "+"):
                 self.take()
             start = self.at
-            if operator in _TIMES:
+            if operator in TIMES:
                 factor = self.factors()
             else:
                 factor = self.postfix()
@@ -169,7 +96,7 @@ class _Parser:
                 if self.at - start == 0 or isinstance(factor, MatrixBase) or factor == 0:
                     raise Unreadable("no number to divide by")
                 factor = 1 / factor
-            value = _times(value, _scaled(sign, factor))
+            value = times(value, _scaled(sign, factor))
         return value
 
     def starts_factor(self) -> bool:
@@ -177,7 +104,11 @@ class _Parser:
         if kind == "sign":
             return text in ("(", "[", "{") or text == "|" and self.bars == 0
         if kind == "command":
-            return text not in _TIMES and text not in _DIVIDED and text not in ("\\}", "\\rvert", "\\rfloor", "\\rceil", "\\choose", "\\over", "\\\\")
+            return (
+                text not in TIMES
+                and text not in DIVIDED
+                and text not in ("\\}", "\\rvert", "\\rfloor", "\\rceil", "\\choose", "\\over", "\\\\")
+            )
         return kind in ("letter", "text") or kind == "env" and text.startswith("\\begin")
 
     def factors(self) -> Expression:
@@ -186,7 +117,7 @@ class _Parser:
         if whole is not None and value == whole and (fraction := self.proper_fraction()) is not None:
             value = whole + fraction
         while self.starts_factor() or self.kind() == "number" and self.tokens[self.at - 1].text == "!":
-            value = _times(value, self.postfix())
+            value = times(value, self.postfix())
         if self.kind() == "number":
             raise Unreadable("a number after a factor")
         return value
@@ -197,7 +128,13 @@ class _Parser:
         if self.peek() == "\\frac":
             self.take()
             above, below = self.argument(), self.argument()
-        elif self.kind() == "number" and self.peek().isdigit() and self.tokens[self.at].spaced and self.peek(1) == "/" and self.peek(2).isdigit():
+        elif (
+            self.kind() == "number"
+            and self.peek().isdigit()
+            and self.tokens[self.at].spaced
+            and self.peek(1) == "/"
+            and self.peek(2).isdigit()
+        ):
             above, below = Integer(self.take()), (self.take(), Integer(self.take()))[1]
         else:
             return None
@@ -222,7 +159,7 @@ class _Parser:
             elif self.peek() == "\\circ" or [self.peek(i) for i in range(3)] == ["{", "\\circ", "}"]:
                 for _ in range(3 if self.peek() == "{" else 1):
                     self.take()
-                value = _times(value, DEGREE)
+                value = times(value, DEGREE)
             elif self.peek() == "\\prime" or [self.peek(i) for i in range(3)] == ["{", "\\prime", "}"]:
                 for _ in range(3 if self.peek() == "{" else 1):
                     self.take()
@@ -254,7 +191,10 @@ class _Parser:
         if self.kind() == "number":
             token = self.tokens[self.at]
             if len(token.text) > 1:
-                self.tokens[self.at : self.at + 1] = [_Token("number", token.text[0], token.spaced), _Token("number", token.text[1:], False)]
+                self.tokens[self.at : self.at + 1] = [
+                    Token("number", token.text[0], token.spaced),
+                    Token("number", token.text[1:], False),
+                ]
             return read_number(self.take())
         return self.atom()
 
@@ -264,8 +204,8 @@ class _Parser:
         value = self.sum()
         if opening == "{" and self.peek() in ("\\choose", "\\over"):
             command = self.take()
-            value = binomial(value, self.sum()) if command == "\\choose" else _times(value, 1 / self.sum())
-        self.expect(_CLOSERS[opening])
+            value = binomial(value, self.sum()) if command == "\\choose" else times(value, 1 / self.sum())
+        self.expect(CLOSERS[opening])
         self.bars = bars
         return value
 
@@ -273,7 +213,7 @@ class _Parser:
         """A symbol's name with its subscript."""
         text = self.take()
         name = text.removeprefix("\\text{").removesuffix("}") if text.startswith("\\text") else text.lstrip("\\")
-        if name in _ACCENTS and text.startswith("\\"):
+        if name in ACCENTS and text.startswith("\\"):
             name = f"{name} {self.raw()}"
         if self.peek() == "_":
             self.take()
@@ -304,13 +244,13 @@ class _Parser:
             self.take()
             self.bars += text == "|"
             value = self.sum()
-            self.expect(_CLOSERS[text])
+            self.expect(CLOSERS[text])
             self.bars -= text == "|"
             return value.det() if isinstance(value, MatrixBase) else sympy.Abs(value)
         if text in ("\\lfloor", "\\lceil"):
             self.take()
             value = self.sum()
-            self.expect(_CLOSERS[text])
+            self.expect(CLOSERS[text])
             return sympy.floor(value) if text == "\\lfloor" else sympy.ceiling(value)
         if kind == "env":
             return self.matrix()
@@ -327,7 +267,7 @@ class _Parser:
             above, below = self.argument(), self.argument()
             if isinstance(below, MatrixBase) or below == 0:
                 raise Unreadable("a fraction of nothing")
-            return _times(above, 1 / below)
+            return times(above, 1 / below)
         if name == "sqrt":
             self.take()
             index = self.group() if self.peek() == "[" else Integer(2)
@@ -345,14 +285,14 @@ class _Parser:
         if name == "infty":
             self.take()
             return sympy.oo
-        if name in _FUNCTIONS and not (name in _GREEK and self.peek(1) != "("):
+        if name in FUNCTIONS and not (name in NAMES and self.peek(1) != "("):
             return self.function(self.take()[1:])
-        if name in _GREEK or name in _ACCENTS:
+        if name in NAMES or name in ACCENTS:
             return self.symbol()
         raise Unreadable(f"\\{name} is not known")
 
     def function(self, name: str) -> Expression:
-        apply, exponent = _FUNCTIONS[name], None
+        apply, exponent = FUNCTIONS[name], None
         if name == "log" and self.peek() == "_":
             self.take()
             base = self.argument()
@@ -361,9 +301,9 @@ class _Parser:
             self.take()
             exponent = self.script()
             if exponent == -1:
-                if name not in _INVERSES:
+                if name not in INVERSES:
                     raise Unreadable(f"\\{name}^{{-1}} has two readings")
-                apply, exponent = _INVERSES[name], None
+                apply, exponent = INVERSES[name], None
         if self.peek() in ("(", "[", "{"):
             opening = self.take()
             bars, self.bars = self.bars, 0
@@ -371,11 +311,11 @@ class _Parser:
             while self.peek() == "," and name in ("max", "min", "gcd", "lcm"):
                 self.take()
                 arguments.append(self.sum())
-            self.expect(_CLOSERS[opening])
+            self.expect(CLOSERS[opening])
             self.bars = bars
         else:
             arguments = [self.function_argument()]
-        if name in _TRIGONOMETRIC:
+        if name in TRIGONOMETRIC:
             arguments = [argument.subs(DEGREE, sympy.pi / 180) for argument in arguments]
         value = apply(*arguments)
         return value if exponent is None else power(value, exponent)
@@ -383,8 +323,8 @@ class _Parser:
     def function_argument(self) -> Expression:
         r"""An argument without parentheses: the factors up to the next function or operator, as in `\sin 2x \cos x`."""
         value = self.postfix()
-        while self.starts_factor() and self.peek()[1:] not in _FUNCTIONS and self.peek() not in ("(", "[", "\\text"):
-            value = _times(value, self.postfix())
+        while self.starts_factor() and self.peek()[1:] not in FUNCTIONS and self.peek() not in ("(", "[", "\\text"):
+            value = times(value, self.postfix())
         if self.kind() == "number":
             raise Unreadable("a number after a factor")
         return value
@@ -406,10 +346,10 @@ class _Parser:
         try:
             value = self.group()
         except Unreadable:
-            if name in _ALWAYS_FUNCTIONS:
+            if name in ALWAYS_FUNCTIONS:
                 raise
             value = None
-        if value is not None and (name in _ALWAYS_FUNCTIONS or value.is_number or isinstance(value, Symbol)):
+        if value is not None and (name in ALWAYS_FUNCTIONS or value.is_number or isinstance(value, Symbol)):
             return value
         self.at = start
         return None
@@ -438,49 +378,15 @@ class _Parser:
         return matrix.det() if kind == "vmatrix" else matrix
 
 
-def _scaled(sign: int, value: Expression) -> Expression:
-    return value if sign == 1 else -value
-
-
-def _times(left: Expression, right: Expression) -> Expression:
-    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase) and left.shape[1] != right.shape[0]:
-        raise Unreadable("matrices that do not fit")
-    return left * right
-
-
-def factorial(value: Expression) -> Expression:
-    """n! of a number small enough, or of an expression.
-
-    Raises:
-        Unreadable: the number is too large, negative or not whole.
-    """
-    if isinstance(value, MatrixBase) or value.is_number and not (isinstance(value, Integer) and 0 <= value):
-        raise Unreadable("the factorial of what is no whole number")
-    if isinstance(value, Integer) and int(value) * math.log2(int(value) + 1) > MAX_BITS:
-        raise Unreadable("a factorial is too large")
-    return sympy.factorial(value)
-
-
-def binomial(above: Expression, below: Expression) -> Expression:
-    """The binomial coefficient of numbers small enough, or of expressions.
-
-    Raises:
-        Unreadable: a number is too large.
-    """
-    if any(isinstance(value, MatrixBase) or value.is_number and abs(value) > MAX_BITS for value in (above, below)):
-        raise Unreadable("a binomial coefficient is too large")
-    return sympy.binomial(above, below)
-
-
 def read_expression(text: str) -> Expression:
     """The value of a cleaned text (`spelling.clean`) as a sympy expression or matrix; numbers are exact.
 
     Raises:
         Unreadable: see there.
     """
-    if _CALCULUS.search(text):
-        return _read_calculus(text)
-    parser = _Parser(_tokens(text))
+    if CALCULUS.search(text):
+        return read_calculus(text)
+    parser = _Parser(tokens(text))
     try:
         value = parser.sum()
     except Unreadable:
@@ -491,19 +397,4 @@ def read_expression(text: str) -> Expression:
         raise Unreadable(f"{parser.peek()} is left over")
     if not isinstance(value, (sympy.Expr, MatrixBase)) or value.has(sympy.nan, sympy.zoo):
         raise Unreadable("it has no value")
-    return value
-
-
-def _read_calculus(text: str) -> Expression:
-    if _MISREAD.search(text):
-        raise Unreadable("two readings of a sum, a product, an integral or a limit")
-    exact = re.sub(r"\d+\.\d+|\.\d+", lambda match: "\\frac{%d}{%d}" % read_number(match.group()).as_numer_denom(), text)
-    try:
-        value = latex2sympy(exact, is_real=True, normalization_config=None, conversion_config=_CONVERSION).doit()
-    except MemoryError:
-        raise
-    except Exception as error:  # the parser raises bare Exception, and whatever its own mistakes raise
-        raise Unreadable(f"math-verify's parser refuses it: {error}") from error
-    if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo, sympy.Float):
-        raise Unreadable("it has no exact value")
     return value

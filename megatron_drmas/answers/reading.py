@@ -10,7 +10,8 @@ from typing import Optional
 
 import sympy
 
-from megatron_drmas.answers.expressions import DEGREE, Expression, Unreadable, read_expression
+from megatron_drmas.answers.arithmetic import Expression, Unreadable
+from megatron_drmas.answers.expressions import DEGREE, read_expression
 from megatron_drmas.answers.spelling import CLOSING, OPENING, canonical, clean, pieces, split_at
 from megatron_drmas.answers.units import measured
 
@@ -80,8 +81,12 @@ _SETS = ("\\cup", "\\cap", "\\setminus")
 _SEPARATORS = (",", ";", "\\text{and}", "\\text{or}", "\\text{, and}", "\\text{, or}", "\\text{,}")
 _CONJUNCTION = re.compile(r"(?<=[\s,;}\])\d])\s*\b(and|or)\b(?=[\s\\({\[])")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?!,\d)")
-_NUMERAL = re.compile(r"\(?\s*(?:\\text\{([0-9A-Za-z]+)\}|([0-9A-Z](?:[0-9A-Z\s]*[0-9A-Z])?))\s*\)?\s*_\s*\{?\s*(?:\\text\{)?\s*([a-z]+|\d+)\s*\}?\s*\}?")
-_BASES = {name: base for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)} | {"sixteen": 16}
+_NUMERAL = re.compile(
+    r"\(?\s*(?:\\text\{([0-9A-Za-z]+)\}|([0-9A-Z](?:[0-9A-Z\s]*[0-9A-Z])?))\s*\)?\s*_\s*\{?\s*(?:\\text\{)?\s*([a-z]+|\d+)\s*\}?\s*\}?"
+)
+_BASES = {name: base for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)} | {
+    "sixteen": 16
+}
 _WORD = re.compile(r"[A-Za-z][A-Za-z'. -]*[A-Za-z.']|[A-Za-z]")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _CHOICE = re.compile(r"\\text\{\(?([A-J])[).:]?\}\)?\s*(.+)", re.DOTALL)
@@ -117,7 +122,7 @@ def read(text: str) -> Answer:
 
 
 def _trimmed(text: str) -> str:
-    return re.sub(r"^(?:[=:\s]|\\approx(?![a-zA-Z]))+|[\s.,;:]+$", "", text)
+    return re.sub(r"^(?:[=:\s\"`]|\\approx(?![a-zA-Z]))+|(?:[\s.,;:\"`]|\\\\|\\$)+$", "", text)
 
 
 def _without_thousands(text: str) -> str:
@@ -158,8 +163,9 @@ def _element(text: str) -> Answer:
 
 
 def _is_words(text: str) -> bool:
-    """Whether letters are words and not a product of symbols: four of them or more, or two with a vowel."""
-    return bool(_WORD.fullmatch(text)) and (len(text) >= 4 or len(text) >= 2 and bool(re.search("[aeiouAEIOU]", text)))
+    """Whether letters are words and not a product of symbols: one has four of them or more, or two or more with a vowel."""
+    words = re.findall("[A-Za-z]+", text) if _WORD.fullmatch(text) else []
+    return any(len(word) >= 4 or len(word) >= 2 and re.search("[aeiou]", word, re.IGNORECASE) for word in words)
 
 
 def _numeral(match: re.Match) -> Optional[Numeral]:
@@ -171,19 +177,15 @@ def _numeral(match: re.Match) -> Optional[Numeral]:
 
 
 def _quantity(text: str) -> Answer:
-    for text in dict.fromkeys((text, text.rstrip("."))):
-        found = measured(text)
-        try:
-            value = read_expression(found.value)
-        except Unreadable:
-            if found.value == text:
-                continue
-            return _phrase(text)
-        unit = found.unit
-        if isinstance(value, sympy.Expr) and DEGREE in value.free_symbols and DEGREE not in (value / DEGREE).free_symbols:
-            value, unit = value / DEGREE, unit or "degree"
-        return Quantity(value, found.percent, unit)
-    return _phrase(text)
+    found = measured(text)
+    try:
+        value = read_expression(found.value)
+    except Unreadable:
+        return _phrase(text)
+    value, unit = value * found.times, found.unit
+    if isinstance(value, sympy.Expr) and DEGREE in value.free_symbols and DEGREE not in (value / DEGREE).free_symbols:
+        value, unit = value / DEGREE, unit or "degree"
+    return Quantity(value, found.percent, unit)
 
 
 def _phrase(text: str) -> Words:
@@ -195,8 +197,9 @@ def _phrase(text: str) -> Words:
 def _plus_minus(text: str) -> Optional[Answer]:
     if not _PLUS_MINUS.search(text):
         return None
-    members = tuple(_element(_PLUS_MINUS.sub(lambda sign: signs[sign.group()], text)) for signs in ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"}))
-    return Several("", "", members)
+    upper, lower = {"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"}
+    texts = (_PLUS_MINUS.sub(lambda sign: upper[sign.group()], text), _PLUS_MINUS.sub(lambda sign: lower[sign.group()], text))
+    return Several("", "", tuple(map(_element, texts)))
 
 
 def _brackets(text: str) -> Optional[Answer]:
@@ -204,14 +207,26 @@ def _brackets(text: str) -> Optional[Answer]:
         return Several("(", ")", tuple(_element(part) for part in match.groups()))
     found = pieces(text)
     left, right = found[0][1], found[-1][1]
-    if left not in ("(", "[", "\\{", "\\langle") or right not in (")", "]", "\\}", "\\rangle") or any(depth == 0 for depth, _, _ in found[1:-1]):
+    if (
+        left not in ("(", "[", "\\{", "\\langle")
+        or right not in (")", "]", "\\}", "\\rangle")
+        or any(depth == 0 for depth, _, _ in found[1:-1])
+    ):
         return None
     inner = text[len(left) : len(text) - len(right)]
     parts = [part for _, part in split_at(inner, _SEPARATORS)]
     if not all(parts) or len(parts) > MAX_MEMBERS:
         return Words(canonical(text))
     if left == "\\{":
-        if right != "\\}" or len(split_at(inner, ("|", ":"))) > 1:
+        if len(described := split_at(inner, ("|", ":"))) > 1:
+            condition = _element(described[-1][1])
+            variable = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", described[0][1])
+            return (
+                condition
+                if len(described) == 2 and isinstance(condition, RealSet) and condition.symbol == variable
+                else Words(canonical(text))
+            )
+        if right != "\\}":
             return Words(canonical(text))
     elif len(parts) == 1:
         return _element(inner) if (left, right) == ("(", ")") else None
@@ -240,7 +255,9 @@ def as_set(answer: Answer) -> Optional[sympy.Set]:
     """The set of real numbers that an answer may stand for; None if it stands for none."""
     if isinstance(answer, RealSet):
         return answer.value
-    if not isinstance(answer, Several) or not all(isinstance(m, Quantity) and not m.percent and not isinstance(m.value, sympy.MatrixBase) for m in answer.members):
+    if not isinstance(answer, Several) or not all(
+        isinstance(m, Quantity) and not m.percent and not isinstance(m.value, sympy.MatrixBase) for m in answer.members
+    ):
         return None
     values = [sympy.nsimplify(member.value) if member.value.is_Float else member.value for member in answer.members]
     if not all(value.is_number and value.is_extended_real for value in values):
@@ -288,13 +305,21 @@ def _equation(sides: list[str], operators: list[str]) -> Answer:
 
 
 def name_of(text: str) -> Optional[str]:
-    """A side of an equation that names what was asked for: `x`, `f(2)`, `AB`, `\\sin A`, `\\text{Area}`, `(x, y)`, `a + b`."""
+    r"""A side of an equation that names what was asked for: `x`, `f(2)`, `AB`, `\sin A`, `\text{Area}`, `(x, y)`, `a + b`.
+
+    Not `2x`, `-x`, `x^2`, `|x|` or `\ln x`, whose values are not that of what they name.
+    """
     text = re.sub(r"\s+", " ", text.strip())
     bare = re.sub(r"_\s*(\{[^{}]*\}|\w|\\text\{[^{}]*\})", "", text)
-    bare = re.sub(r"^([a-zA-Z]'*)(\^\{-1\})?\s*\(.*\)$", r"\1", bare)
-    if re.search(r"\d|\\infty|\\pi|\\frac|\\sqrt", bare) and not re.match(r"\\(log|frac\s*\{\s*d)", text) or not re.search("[a-zA-Z]", bare):
+    bare = re.sub(r"^([a-zA-Z]'*)(\^\{-1\})?\s*\([^()]*\)$", r"\1", bare)
+    bare = re.sub(r"^\\log [\d\w]+$", "x", re.sub(r"\^\s*\\circ", "", re.sub(r"\|[A-Z]{2}\|", "x", bare)))
+    if (
+        not re.search("[a-zA-Z]", bare)
+        or re.search(r"\d|[!^|]|^\s*-|\\(infty|pi|sqrt|ln|log|exp|lvert)(?![a-zA-Z])", bare)
+        or bare.strip() in ("e", "i")
+    ):
         return None
-    return None if bare.strip() in ("e", "i") else canonical(text)
+    return canonical(text)
 
 
 def _is_symbol(answer: Answer) -> bool:

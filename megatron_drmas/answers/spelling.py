@@ -12,31 +12,43 @@ _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUBSCRIPT_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _CHARACTERS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∙": "\\cdot ", "÷": "\\div ",
-    "∗": "*", "√": "\\sqrt ", "∞": "\\infty ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ", "≈": "\\approx ",
-    "±": "\\pm ", "∓": "\\mp ", "°": "^\\circ ", "º": "^\\circ ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "∖": "\\setminus ",
-    "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"', "⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ",
-    "⌈": "\\lceil ", "⌉": "\\rceil ", "∠": "\\angle ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
-    "⁄": "/", "∕": "/", "…": "\\ldots ", "\u200b": "", "\ufeff": "", "\u2061": "", "\u2062": "", "\u2212": "-",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∙": "\\cdot ",
+    "÷": "\\div ", "∗": "*", "√": "\\sqrt ", "∞": "\\infty ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ",
+    "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "°": "^\\circ ", "º": "^\\circ ", "∪": "\\cup ",
+    "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "∖": "\\setminus ", "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"',
+    "⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
+    "∠": "\\angle ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
+    "⁄": "/", "∕": "/", "…": "\\ldots ", "\u200b": "", "\ufeff": "", "\u2061": "", "\u2062": "",
 }  # fmt: skip
 _GREEK = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta", "κ": "kappa", "λ": "lambda",
-    "μ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ϕ": "phi", "χ": "chi", "ψ": "psi", "ω": "omega",
-    "Γ": "Gamma", "Δ": "Delta", "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega", "µ": "mu",
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
+    "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau",
+    "φ": "phi", "ϕ": "phi", "χ": "chi", "ψ": "psi", "ω": "omega", "Γ": "Gamma", "Δ": "Delta", "Θ": "Theta", "Λ": "Lambda",
+    "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega", "µ": "mu",
 }  # fmt: skip
 _SYNONYMS = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "leq": "le", "leqslant": "le", "geq": "ge",
-    "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]",
-    "backslash": "setminus", "degree": "^\\circ", "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "ast": "cdot", "bullet": "cdot",
-    "dots": "ldots", "cdots": "ldots", "simeq": "approx", "lor": "text{or}", "land": "text{and}", "wedge": "text{and}", "vee": "text{or}",
-    "mid": "|", "vert": "|", "R": "mathbb{R}", "Z": "mathbb{Z}", "N": "mathbb{N}", "Q": "mathbb{Q}", "C": "mathbb{C}", "reals": "mathbb{R}", "colon": ":",
-    "arcsinh": "arsinh", "lg": "log_{10}", "infin": "infty", "percent": "%",
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "leq": "le", "leqslant": "le",
+    "geq": "ge", "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": "{",
+    "rbrace": "}", "lbrack": "[", "rbrack": "]", "backslash": "setminus", "degree": "^\\circ", "varphi": "phi",
+    "varepsilon": "epsilon", "vartheta": "theta", "ast": "cdot", "bullet": "cdot", "dots": "ldots", "cdots": "ldots",
+    "simeq": "approx", "lor": "text{or}", "land": "text{and}", "wedge": "text{and}", "vee": "text{or}", "mid": "|",
+    "vert": "|", "R": "mathbb{R}", "Z": "mathbb{Z}", "N": "mathbb{N}", "Q": "mathbb{Q}", "C": "mathbb{C}",
+    "reals": "mathbb{R}", "colon": ":", "arcsinh": "arsinh", "lg": "log_{10}", "infin": "infty", "percent": "%",
 }  # fmt: skip
 _DELIMITER = r"\s*(\\[a-zA-Z]+|\\.|.)"
 _SIZED = re.compile(r"\\(left|right|[bB]ig{1,2}[lrm]?)(?![a-zA-Z])" + _DELIMITER, re.DOTALL)
-_IGNORED = re.compile(r"\\(displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut|rm|bf|it|hfill|hline|mathopen|mathclose)(?![a-zA-Z])")
+_COLORED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}|\\underline(?=\s*\{)")
+_ORDINAL = re.compile(
+    r"(?<=\d)(?:\s*\^\s*\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?|\\text\{(?:st|nd|rd|th)\}|(?:st|nd|rd|th)(?![a-zA-Z])|\^\{(?:st|nd|rd|th)\})"
+)
+_CHOSEN = re.compile(r"(?:\{\})?\s*[_^]\s*\{?(\d+)\}?\s*(?:C|\\text\{C\})\s*_\s*\{?(\d+)\}?|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)")
+_IGNORED = re.compile(
+    r"\\(tiny|small|large|Large|LARGE|huge|Huge|bfseries|itshape|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut|rm|bf|it|hfill|hline|mathopen|mathclose)(?![a-zA-Z])"
+)
 _SPACES = re.compile(r"\\(?:quad|qquad|thinspace|enspace|space)(?![a-zA-Z])|\\hspace\*?\{[^}]*\}|(?<!\\)\\[;:,> ]|~")
-_TEXT = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|normal|up|md|sc|sl)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|tt|normal|up|md|sc|sl)?|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname\*?)\s*\{((?:[^{}]|\^\{-?\d+\})*)\}"
+)
 _MATH = re.compile(r"\s*(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])\s*\.?\s*", re.DOTALL)
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,?\\!,?|\\[,;: ]|~|[\u00a0\u2009\u202f])\d{3})+)(?!\d)")
 _GROUPED_BY_SPACES = re.compile(r"(?<![\d.\s])(?<!\d\s)([1-9]\d{0,2})((?: \d{3})+)(?![\d/]| *[/\d])")
@@ -53,7 +65,9 @@ def _delimiter(match: re.Match) -> str:
 
 
 def _text(match: re.Match) -> str:
-    content = " ".join(re.sub(r"\\[,;:! ]|~|\$", " ", match.group(1)).split())
+    content = " ".join(
+        re.sub(r"\\[,;:! ]|~|\$|[{}]", " ", re.sub(r"\^\{(-?\d+)\}", r"^\1", match.group(1).replace("**", ""))).split()
+    )
     if content in ("e", "i") and match.group(0).startswith("\\mathrm"):
         return content
     return f"\\text{{{content}}}" if content else " "
@@ -68,7 +82,9 @@ def _repeating(match: re.Match) -> str:
 
 def unwrap_math(text: str) -> str:
     r"""`text` without `$…$`, `\(…\)` or `\[…\]` around the whole of it."""
-    while (match := _MATH.fullmatch(text)) and "$" not in (content := next(group for group in match.groups() if group is not None)).replace("\\$", ""):
+    while (match := _MATH.fullmatch(text)) and "$" not in (
+        content := next(group for group in match.groups() if group is not None)
+    ).replace("\\$", ""):
         text = content
     return text
 
@@ -91,12 +107,18 @@ def clean(text: str) -> str:
         elif ord(char) > 127:
             char = unicodedata.normalize("NFKC", char)
         characters.append(char)
-    text = unwrap_math("".join(characters))
+    text = unwrap_math(re.sub(r"^\s*\*\*(.*)\*\*\s*$", r"\1", "".join(characters), flags=re.DOTALL))
+    if "\\begin" not in text:  # where two backslashes are not the end of a row, they are one, escaped once too often
+        text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)
+    text = _COLORED.sub(" ", text)
     text = re.sub(r"\{\s*\\(rm|bf|it)\s+([^{}]*)\}", r"\\text{\2}", text)
     text = re.sub(r"(?<!\\)\$", "", text).replace("\\!", "")
     text = _SIZED.sub(_delimiter, text)
     while (shorter := _TEXT.sub(_text, text)) != text:
         text = shorter
+    text = _CHOSEN.sub(
+        lambda match: "\\binom{%s}{%s}" % tuple(group for group in match.groups() if group), _ORDINAL.sub("", text)
+    )
     text = _IGNORED.sub(" ", text)
     text = _SPACES.sub(" ", text)
     text = re.sub(r"\\([a-zA-Z]+)", lambda name: _synonym(name.group(1)), text)
@@ -147,4 +169,5 @@ def canonical(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\{\s*(\w|\\[a-zA-Z]+)\s*\}", r"{\1}", text)
     text = re.sub(r"([_^])\s*(\w)", r"\1{\2}", text)
-    return re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s+", lambda match: match.group(1) + " " if match.group(1) else "", text).rstrip(".")
+    kept = re.sub(r"(?<=\d)\s+(?=\d)|(?<=[a-zA-Z])\s+(?=[a-zA-Z])", "\0", text)  # `2 3` is not 23, nor `\sin x` \sinx
+    return re.sub(r"\s+", "", kept).replace("\0", " ").rstrip(".")

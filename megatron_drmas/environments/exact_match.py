@@ -37,7 +37,11 @@ def _folded(text: str) -> str:
 
 
 def _without_punctuation(text: str) -> str:
-    return "".join(char for char in text if char not in _PUNCTUATION_MARKS and unicodedata.category(char)[0] != "P" and unicodedata.category(char) != "Cf")
+    return "".join(
+        char
+        for char in text
+        if char not in _PUNCTUATION_MARKS and unicodedata.category(char)[0] != "P" and unicodedata.category(char) != "Cf"
+    )
 
 
 def exact_match(answer: Optional[str], accepted: tuple[str, ...], normalization: str = "squad") -> float:

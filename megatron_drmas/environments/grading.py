@@ -103,7 +103,7 @@ class Grader:
     """A pool of grading workers for one event loop.
 
     workers: processes; timeout_s: wall-clock seconds one answer may take; memory_mib: address space of a worker
-    (the libraries themselves take about 300 MiB of it).  `restarts` counts workers that were killed, by cause.
+    (the libraries themselves take about 70 MiB of it).  `restarts` counts workers that were killed, by cause.
     """
 
     def __init__(self, workers: int, timeout_s: float, memory_mib: int):
@@ -124,7 +124,9 @@ class Grader:
         """
         answer, gold = (last_boxed(text) if BOX.search(text) else text for text in (content, gold))
         if answer is None or gold is None:
-            return GradeResult(False, f"the last box of the {'answer' if answer is None else 'gold answer'} is empty or not closed")
+            return GradeResult(
+                False, f"the last box of the {'answer' if answer is None else 'gold answer'} is empty or not closed"
+            )
         for what, text in (("answer", answer), ("gold answer", gold)):
             if len(text) > MAX_CHARS:
                 return GradeResult(False, f"{what} of {len(text)} characters; the limit is {MAX_CHARS}")

@@ -14,7 +14,8 @@ from megatron_drmas.team.trajectory import Outcome
 class MathEnvironment(Environment):
     r"""Grades what the answering agent's parser accepted, or the box in it, in worker processes with a time limit.
 
-    The rules are those of `answers.equality`.  An answer that the grader cannot finish in time is the team's doing and counts as wrong.
+    The rules are those of `answers.equality`.  An answer that the grader cannot finish in time is the team's doing and counts
+    as wrong.
     """
 
     def __init__(self, config: EnvironmentConfig):

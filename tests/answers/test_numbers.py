@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 from megatron_drmas.answers.equality import same_answer
 
 INTEGERS = st.one_of(st.integers(-20, 20), st.integers(-(10**12), 10**12), st.integers(0, 40).map(lambda e: 10**e))
-FRACTIONS = st.builds(Fraction, INTEGERS, st.one_of(st.integers(1, 30), st.integers(1, 10**6), st.integers(0, 30).map(lambda e: 10**e)))
+FRACTIONS = st.builds(
+    Fraction, INTEGERS, st.one_of(st.integers(1, 30), st.integers(1, 10**6), st.integers(0, 30).map(lambda e: 10**e))
+)
 # Differences that a tolerance would not see
 NUDGES = st.one_of(
-    st.sampled_from([Fraction(0), Fraction(1), Fraction(-1)]), st.integers(1, 400).map(lambda e: Fraction(1, 10**e)), st.integers(1, 400).map(lambda e: Fraction(1, 2**e)),
+    st.sampled_from([Fraction(0), Fraction(1), Fraction(-1)]),
+    st.integers(1, 400).map(lambda e: Fraction(1, 10**e)),
+    st.integers(1, 400).map(lambda e: Fraction(1, 2**e)),
 )
 
 
@@ -29,10 +33,16 @@ def spellings(value: Fraction) -> list[str]:
     """Ways to write a number, of every kind that answers use but the percent sign."""
     sign, above, below = "-" if value < 0 else "", abs(value.numerator), value.denominator
     found = [
-        f"{sign}\\frac{{{above}}}{{{below}}}", f"{sign}{above}/{below}", f"\\dfrac{{{sign}{above}}}{{{below}}}", f"{sign}{3 * above}/{3 * below}",
-        f"${sign}\\tfrac{{{above}}}{{{below}}}$", f"{sign}\\left(\\frac{{{above}}}{{{below}}}\\right)", f"{sign}{above} \\div {below}",
-        f"{value.numerator + 7 * below}/{below} - 7", f"x = {sign}\\frac{{{2 * above}}}{{{2 * below}}}",
-    ]  # fmt: skip
+        f"{sign}\\frac{{{above}}}{{{below}}}",
+        f"{sign}{above}/{below}",
+        f"\\dfrac{{{sign}{above}}}{{{below}}}",
+        f"{sign}{3 * above}/{3 * below}",
+        f"${sign}\\tfrac{{{above}}}{{{below}}}$",
+        f"{sign}\\left(\\frac{{{above}}}{{{below}}}\\right)",
+        f"{sign}{above} \\div {below}",
+        f"{value.numerator + 7 * below}/{below} - 7",
+        f"x = {sign}\\frac{{{2 * above}}}{{{2 * below}}}",
+    ]
     whole, rest = divmod(above, below)
     if whole and rest:
         found += [f"{sign}{whole}\\frac{{{rest}}}{{{below}}}", f"{sign}{whole} {rest}/{below}"]
@@ -40,11 +50,19 @@ def spellings(value: Fraction) -> list[str]:
         found += [digits, f"{digits}\\text{{ cm}}", f"\\text{{{digits}}}", f"{digits}0" if "." in digits else f"{digits}.0"]
         exponent = math.floor(math.log10(above or 1)) - math.floor(math.log10(below))
         mantissa = decimal(value / Fraction(10) ** exponent)
-        found += [f"{mantissa}{e}{exponent}" for e in "eE"] + [f"{mantissa} \\{times} 10^{{{exponent}}}" for times in ("times", "cdot")]
+        found += [f"{mantissa}{e}{exponent}" for e in "eE"] + [
+            f"{mantissa} \\{times} 10^{{{exponent}}}" for times in ("times", "cdot")
+        ]
         if exponent > 0:
             found += [f"{mantissa}e+{exponent}", f"{mantissa}*10^{exponent}"]
     if below == 1:
-        found += [f"{value.numerator}", f"{sign}{above:,}", f"{sign}{above:,}".replace(",", "{,}"), f"{value.numerator}.", f"{sign}0{above}"]
+        found += [
+            f"{value.numerator}",
+            f"{sign}{above:,}",
+            f"{sign}{above:,}".replace(",", "{,}"),
+            f"{value.numerator}.",
+            f"{sign}0{above}",
+        ]
     return found
 
 
@@ -66,7 +84,11 @@ def test_spellings_are_equal_exactly_when_their_numbers_are(gold, other, nudge, 
 @given(FRACTIONS, NUDGES, st.booleans(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_percentage_is_its_value_or_the_number_before_its_sign_and_nothing_else(value, nudge, divided, data):
-    percentage = data.draw(st.sampled_from(["\\%", "%", " \\%", "\\text{ percent}"]).map(lambda sign: f"{decimal(value) or spellings(value)[0]}{sign}"))
+    percentage = data.draw(
+        st.sampled_from(["\\%", "%", " \\%", "\\text{ percent}"]).map(
+            lambda sign: f"{decimal(value) or spellings(value)[0]}{sign}"
+        )
+    )
     other = (value / 100 if divided else value) + nudge
     text = data.draw(st.sampled_from(spellings(other)).filter(lambda text: "cm" not in text))
     expected = other in (value, value / 100)
@@ -78,7 +100,9 @@ def test_a_percentage_is_its_value_or_the_number_before_its_sign_and_nothing_els
 def test_powers(base, exponent, other_base, other_exponent):
     texts = (f"\\frac{{1}}{{{base}^{{{exponent}}}}}", f"{other_base}^{{-{other_exponent}}}")
     assert same_answer(*texts) == (base**exponent == other_base**other_exponent)
-    assert same_answer(f"{base}^{{{exponent}}}", str(base**exponent)) and not same_answer(f"{base}^{{{exponent}}}", str(base**exponent + 1))
+    assert same_answer(f"{base}^{{{exponent}}}", str(base**exponent)) and not same_answer(
+        f"{base}^{{{exponent}}}", str(base**exponent + 1)
+    )
 
 
 @given(st.integers(2, 200), st.integers(1, 300), st.integers(2, 200), st.integers(1, 300))
@@ -94,7 +118,9 @@ def test_a_numeral_equals_itself_alone(number, base, other):
     while rest or not digits:
         digits, rest = str(rest % base) + digits, rest // base
     assert same_answer(f"{digits}_{{{base}}}", f"{digits}_{base}" if base < 10 else f"{digits}_{{10}}")
-    assert not same_answer(digits, f"{digits}_{{{base}}}") and same_answer(f"{digits}_{{{other}}}", f"{digits}_{{{base}}}") == (base == other)
+    assert not same_answer(digits, f"{digits}_{{{base}}}") and same_answer(f"{digits}_{{{other}}}", f"{digits}_{{{base}}}") == (
+        base == other
+    )
 
 
 @st.composite

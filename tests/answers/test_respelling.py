@@ -23,11 +23,20 @@ def polynomial(rng: random.Random) -> str:
 
 def physics(rng: random.Random) -> str:
     k, n = rng.randint(2, 19), rng.randint(2, 9)
-    return rng.choice([
-        f"\\frac{{{k}}}{{{n}}} m v^{{{n}}}", f"I(0) e^{{-\\frac{{t}}{{{k} R C}}}}", f"\\arcsin{{\\left({k} \\sin{{\\theta_w}}\\right)}}", f"{k}\\pi r^{{{n}}} h",
-        f"\\sqrt{{\\frac{{{k} G M}}{{R^{{{n}}}}}}}", f"{k} \\ln \\left(\\frac{{a}}{{{n} b}}\\right)", f"\\frac{{m_p c^{{{n}}}}}{{{k} k_{{B}} T}}",
-        f"\\cos ({k} \\omega t) - {n} \\sin (\\omega t)", f"e^{{-{k} t}} \\left({n} + {k} t\\right)", f"\\frac{{{n}}}{{s^{{2}} + {k}}}",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            f"\\frac{{{k}}}{{{n}}} m v^{{{n}}}",
+            f"I(0) e^{{-\\frac{{t}}{{{k} R C}}}}",
+            f"\\arcsin{{\\left({k} \\sin{{\\theta_w}}\\right)}}",
+            f"{k}\\pi r^{{{n}}} h",
+            f"\\sqrt{{\\frac{{{k} G M}}{{R^{{{n}}}}}}}",
+            f"{k} \\ln \\left(\\frac{{a}}{{{n} b}}\\right)",
+            f"\\frac{{m_p c^{{{n}}}}}{{{k} k_{{B}} T}}",
+            f"\\cos ({k} \\omega t) - {n} \\sin (\\omega t)",
+            f"e^{{-{k} t}} \\left({n} + {k} t\\right)",
+            f"\\frac{{{n}}}{{s^{{2}} + {k}}}",
+        ]
+    )
 
 
 def quantity(rng: random.Random) -> str:
@@ -55,13 +64,28 @@ def union(rng: random.Random) -> str:
 
 
 KINDS: list[Callable[[random.Random], str]] = [
-    scientific, scientific, polynomial, physics, physics, quantity, tuple_or_interval, several, matrix, union,
-    lambda rng: str(rng.randint(-9999, 9999999)), lambda rng: f"{rng.randint(-99, 999)}.{rng.randint(1, 9999)}",
-    lambda rng: f"{rng.choice(['', '-'])}\\frac{{{rng.randint(1, 99)}}}{{{rng.randint(2, 99)}}}", lambda rng: f"{rng.randint(1, 99)}\\%",
-    lambda rng: f"{rng.randint(2, 30)}\\sqrt{{{rng.randint(2, 97)}}}", lambda rng: f"{rng.randint(1, 9)}{rng.choice('+-')}{rng.randint(2, 20)}i",
-    lambda rng: f"{rng.randint(1, 9)} \\pm {rng.randint(2, 9)}\\sqrt{{{rng.choice([2, 3, 5, 7])}}}", lambda rng: f"y={rng.randint(2, 9)}x-{rng.randint(1, 50)}",
-    lambda rng: f"{rng.randint(1000, 9999)}_{{{rng.randint(11, 16)}}}", lambda rng: f"{rng.randint(1, 359)}^{{\\circ}}", lambda rng: f"\\text{{({rng.choice('ABCDE')})}}",
-]  # fmt: skip
+    scientific,
+    scientific,
+    polynomial,
+    physics,
+    physics,
+    quantity,
+    tuple_or_interval,
+    several,
+    matrix,
+    union,
+    lambda rng: str(rng.randint(-9999, 9999999)),
+    lambda rng: f"{rng.randint(-99, 999)}.{rng.randint(1, 9999)}",
+    lambda rng: f"{rng.choice(['', '-'])}\\frac{{{rng.randint(1, 99)}}}{{{rng.randint(2, 99)}}}",
+    lambda rng: f"{rng.randint(1, 99)}\\%",
+    lambda rng: f"{rng.randint(2, 30)}\\sqrt{{{rng.randint(2, 97)}}}",
+    lambda rng: f"{rng.randint(1, 9)}{rng.choice('+-')}{rng.randint(2, 20)}i",
+    lambda rng: f"{rng.randint(1, 9)} \\pm {rng.randint(2, 9)}\\sqrt{{{rng.choice([2, 3, 5, 7])}}}",
+    lambda rng: f"y={rng.randint(2, 9)}x-{rng.randint(1, 50)}",
+    lambda rng: f"{rng.randint(1000, 9999)}_{{{rng.randint(11, 16)}}}",
+    lambda rng: f"{rng.randint(1, 359)}^{{\\circ}}",
+    lambda rng: f"\\text{{({rng.choice('ABCDE')})}}",
+]
 
 
 def golds(seed: int) -> Iterator[str]:
@@ -71,11 +95,15 @@ def golds(seed: int) -> Iterator[str]:
 
 
 def spaced(gold: str) -> str:
-    return re.sub(r"(?<=\d)\\(sqrt|pi)", r"\\,\\\1", f" {gold}".replace(",", ", ").replace("+", " + ").replace("\\left(", "\\left( "))
+    return re.sub(
+        r"(?<=\d)\\(sqrt|pi)", r"\\,\\\1", f" {gold}".replace(",", ", ").replace("+", " + ").replace("\\left(", "\\left( ")
+    )
 
 
 def sized(gold: str) -> str:
-    gold = gold.replace("\\frac", "\\dfrac").replace("\\binom", "\\dbinom").replace("\\{", "\\left\\{").replace("\\}", "\\right\\}")
+    gold = (
+        gold.replace("\\frac", "\\dfrac").replace("\\binom", "\\dbinom").replace("\\{", "\\left\\{").replace("\\}", "\\right\\}")
+    )
     return re.sub(r"^([\[(])([^\[\](]*)([\])])$", r"\\left\1\2\\right\3", gold)
 
 
@@ -91,7 +119,9 @@ def powers_of_ten(gold: str) -> str:
 def unwrapped(gold: str) -> str:
     gold = re.sub(r"(\d)e(-?\d+)", r"\1E\2", gold)
     gold = re.sub(r"\\text\{\((\w)\)\}", r"\1", gold)
-    return re.sub(r"\\text\{ ?(.*?)\}", r"\\mathrm{~\1}", gold).replace("\\%", "%").replace("^{\\circ}", "^\\circ").replace("-", "−")
+    return (
+        re.sub(r"\\text\{ ?(.*?)\}", r"\\mathrm{~\1}", gold).replace("\\%", "%").replace("^{\\circ}", "^\\circ").replace("-", "−")
+    )
 
 
 RESPELLINGS = [spaced, sized, display, powers_of_ten, unwrapped]

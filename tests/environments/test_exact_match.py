@@ -14,16 +14,19 @@ from megatron_drmas.environments.search import SearchEnvironment
 from megatron_drmas.team.trajectory import Outcome
 
 
-@pytest.mark.parametrize("answer, accepted, score", [
-    ("The Eiffel Tower.", ("eiffel tower",), 1.0),
-    ("an apple", ("Apple",), 1.0),
-    ("Paris, France", ("paris france",), 1.0),
-    ("Paris", ("London", "PARIS"), 1.0),
-    ("Paris France", ("Paris",), 0.0),
-    (None, ("x",), 0.0),
-    ("", ("x",), 0.0),
-    ("theatre", ("atre",), 0.0),
-])
+@pytest.mark.parametrize(
+    "answer, accepted, score",
+    [
+        ("The Eiffel Tower.", ("eiffel tower",), 1.0),
+        ("an apple", ("Apple",), 1.0),
+        ("Paris, France", ("paris france",), 1.0),
+        ("Paris", ("London", "PARIS"), 1.0),
+        ("Paris France", ("Paris",), 0.0),
+        (None, ("x",), 0.0),
+        ("", ("x",), 0.0),
+        ("theatre", ("atre",), 0.0),
+    ],
+)
 def test_exact_match(answer, accepted, score):
     assert exact_match(answer, accepted) == score
 
@@ -34,31 +37,54 @@ def test_normalisation_is_idempotent():
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("gold, right, wrong", [
-    ("A", ["A", "a", "A.", '"A"', " a "], ["?", "the", "an", "", " ", "b", "...", "the a"]),
-    ("The The", ["the the", "The The!"], ["the", "a", "?", "the the the", ""]),
-    (".", [".", " . "], ["!", "the", "", "..", "a"]),
-    ("?", ["?"], [".", "the", "??"]),
-    ("the", ["The", "the."], ["a", "?", "an"]),
-    ("The A", ["the a"], ["the", "a", "the the"]),
-    ("C++", ["c++", "c"], ["++", ""]),
-    ("The Who", ["who", "The Who?"], ["the", "whom"]),
-])
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        ("A", ["A", "a", "A.", '"A"', " a "], ["?", "the", "an", "", " ", "b", "...", "the a"]),
+        ("The The", ["the the", "The The!"], ["the", "a", "?", "the the the", ""]),
+        (".", [".", " . "], ["!", "the", "", "..", "a"]),
+        ("?", ["?"], [".", "the", "??"]),
+        ("the", ["The", "the."], ["a", "?", "an"]),
+        ("The A", ["the a"], ["the", "a", "the the"]),
+        ("C++", ["c++", "c"], ["++", ""]),
+        ("The Who", ["who", "The Who?"], ["the", "whom"]),
+    ],
+)
 def test_a_gold_that_articles_or_punctuation_make_up_equals_itself_alone(normalization, gold, right, wrong):
     assert [answer for answer in right if not exact_match(answer, (gold,), normalization)] == []
     assert [answer for answer in wrong if exact_match(answer, (gold,), normalization)] == []
 
 
-@pytest.mark.parametrize("answer, gold", [
-    ("1914–1918", "1914-1918"), ("1914−1918", "1914-1918"), ("1914—1918", "1914–1918"), ("“Hamlet”", "Hamlet"), ("l’Étoile", "l'Étoile"), ("O´Neill", "O'Neill"),
-    ("New\u00a0York", "New York"), ("Ｐａｒｉｓ", "Paris"), ("ﬁne", "fine"), ("「東京」", "東京"), ("¿Qué?", "qué"), ("Straße", "STRASSE"), ("co\u00adop", "coop"),
-    ("Cafe\u0301", "Café"), ("«Le Monde»", "le monde"), ("ʻOumuamua", "'Oumuamua"), ("the\u2009end", "end"), ("a…", "a..."),
-])
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        ("1914–1918", "1914-1918"),
+        ("1914−1918", "1914-1918"),
+        ("1914—1918", "1914–1918"),
+        ("“Hamlet”", "Hamlet"),
+        ("l’Étoile", "l'Étoile"),
+        ("O´Neill", "O'Neill"),
+        ("New\u00a0York", "New York"),
+        ("Ｐａｒｉｓ", "Paris"),
+        ("ﬁne", "fine"),
+        ("「東京」", "東京"),
+        ("¿Qué?", "qué"),
+        ("Straße", "STRASSE"),
+        ("co\u00adop", "coop"),
+        ("Cafe\u0301", "Café"),
+        ("«Le Monde»", "le monde"),
+        ("ʻOumuamua", "'Oumuamua"),
+        ("the\u2009end", "end"),
+        ("a…", "a..."),
+    ],
+)
 def test_unicode_punctuation(answer, gold):
     assert exact_match(answer, (gold,), "unicode") == exact_match(gold, (answer,), "unicode") == 1.0
 
 
-@pytest.mark.parametrize("answer, gold", [("1914–1918", "1914-1918"), ("“Hamlet”", "Hamlet"), ("l’Étoile", "l'Étoile"), ("Ｐａｒｉｓ", "Paris")])
+@pytest.mark.parametrize(
+    "answer, gold", [("1914–1918", "1914-1918"), ("“Hamlet”", "Hamlet"), ("l’Étoile", "l'Étoile"), ("Ｐａｒｉｓ", "Paris")]
+)
 def test_squad_s_rule_knows_ascii_punctuation_alone(answer, gold):
     assert exact_match(answer, (gold,)) == 0.0
 
@@ -75,7 +101,10 @@ def test_a_text_equals_itself_and_becomes_blank_only_if_it_is(text, normalizatio
     assert exact_match(text, (text,), normalization) == float(bool(text.strip()))
 
 
-@given(st.text(string.ascii_letters + string.digits + string.punctuation + " "), st.text(string.ascii_letters + string.digits + string.punctuation + " "))
+@given(
+    st.text(string.ascii_letters + string.digits + string.punctuation + " "),
+    st.text(string.ascii_letters + string.digits + string.punctuation + " "),
+)
 def test_the_rules_agree_on_ascii(answer, gold):
     assert exact_match(answer, (gold,)) == exact_match(answer, (gold,), "unicode")
 

@@ -40,8 +40,9 @@ def hasty_grader(loop):
 # A sum of nested radicals and what it equals: sympy does not end to prove it
 PRIMES = ((2, 3), (5, 7), (11, 13))
 ENDLESS = (
-    "+".join(f"\\sqrt{{{p + q}+2\\sqrt{{{p * q}}}}}" for p, q in PRIMES), "+".join(f"\\sqrt{{{p}}}+\\sqrt{{{q}}}" for p, q in PRIMES)
-)  # fmt: skip
+    "+".join(f"\\sqrt{{{p + q}+2\\sqrt{{{p * q}}}}}" for p, q in PRIMES),
+    "+".join(f"\\sqrt{{{p}}}+\\sqrt{{{q}}}" for p, q in PRIMES),
+)
 
 
 def boxed(text: str) -> str:
@@ -51,7 +52,9 @@ def boxed(text: str) -> str:
 def table() -> list[tuple[str, str, str]]:
     """The rows of graded_answers.tsv (answer, gold, verdict; the kind is a comment)."""
     with Path(__file__).with_name("graded_answers.tsv").open(encoding="utf-8", newline="") as file:
-        return [(row["answer"], row["gold"], row["verdict"]) for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+        return [
+            (row["answer"], row["gold"], row["verdict"]) for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        ]
 
 
 def test_every_answer_of_the_table_gets_its_verdict(loop, grader):
@@ -82,8 +85,23 @@ def test_public_golds_are_right_and_other_numbers_are_wrong(loop, grader, public
             for question in load_questions(str(public_data / f"{name}.jsonl"), "data.eval"):
                 gold = question.answers[0]
                 number = Fraction(gold.replace(",", ""))
-                right = [gold, f"{float(number):,}", f"\\boxed{{{gold}}}", f"{number}.", f"\\$ {number}", f"{number} \\text{{ dollars}}", f"\\frac{{{2 * number}}}{{2}}"]
-                other = [f"{number + 1}", f"{number}1", f"{float(number)}01", f"{-number if number else 1}", f"{number}x", f"\\sqrt{{{number**2 + 1}}}"]
+                right = [
+                    gold,
+                    f"{float(number):,}",
+                    f"\\boxed{{{gold}}}",
+                    f"{number}.",
+                    f"\\$ {number}",
+                    f"{number} \\text{{ dollars}}",
+                    f"\\frac{{{2 * number}}}{{2}}",
+                ]
+                other = [
+                    f"{number + 1}",
+                    f"{number}1",
+                    f"{float(number)}01",
+                    f"{-number if number else 1}",
+                    f"{number}x",
+                    f"\\sqrt{{{number**2 + 1}}}",
+                ]
                 wrong += [(answer, gold) for answer in right if not (await grader.grade(answer, gold)).correct]
                 wrong += [(answer, gold) for answer in other if (await grader.grade(answer, gold)).correct]
         return wrong
@@ -100,7 +118,21 @@ def test_an_answer_that_never_ends_is_wrong_even_if_it_is_equal_and_the_pool_goe
 
 @pytest.mark.parametrize(
     "hostile",
-    ["10**10**10", "10^{10^{10}}", "2^{2^{2^{2^{2^{2}}}}}", "1e999999999", "(10^9)!", "\\binom{10^9}{10^8}", "(" * 900 + "1" + ")" * 900, "9" * MAX_CHARS, "{" * 99, "\\sqrt{" * 50 + "2" + "}" * 50, "__import__('os').abort()", "\x00", "\\"],
+    [
+        "10**10**10",
+        "10^{10^{10}}",
+        "2^{2^{2^{2^{2^{2}}}}}",
+        "1e999999999",
+        "(10^9)!",
+        "\\binom{10^9}{10^8}",
+        "(" * 900 + "1" + ")" * 900,
+        "9" * MAX_CHARS,
+        "{" * 99,
+        "\\sqrt{" * 50 + "2" + "}" * 50,
+        "__import__('os').abort()",
+        "\x00",
+        "\\",
+    ],
 )
 def test_a_strange_answer_is_wrong_and_nothing_else(loop, grader, hostile):
     before = grader.restarts.total()

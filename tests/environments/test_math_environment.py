@@ -23,13 +23,32 @@ def reward():
     loop.close()
 
 
-@pytest.mark.parametrize("parser, output, earned", [
-    ("boxed", "so \\boxed {12}", 1.0), ("boxed", "\\boxed{0.5} it is", 1.0), ("boxed", "12", 0.0), ("boxed", "\\boxed{13}", 0.0), ("boxed", "\\boxed{12} no, \\boxed{", 0.0),
-    ("tag", "so <answer>12</answer>", 1.0), ("tag", "<answer>\\boxed{12}</answer>", 1.0), ("tag", "<answer>$\\frac12$</answer>", 1.0), ("tag", "<answer>13</answer>", 0.0),
-    ("tag", "\\boxed{12} <answer>13</answer>", 0.0), ("tag", "<answer>12", 0.0), ("tag", "\\boxed{12}", 0.0),
-    ("text", "12", 1.0), ("text", " 12.\n", 1.0), ("text", "It is \\boxed{12}", 1.0), ("text", "13", 0.0), ("text", "It is \\boxed{12", 0.0),
-    ("boxed", "<think> try \\boxed{12} but", 0.0), ("boxed", "<think>13</think> \\boxed{12}", 1.0), ("text", "<think>12", 0.0), ("text", "<think>13</think>12", 1.0),
-])
+@pytest.mark.parametrize(
+    "parser, output, earned",
+    [
+        ("boxed", "so \\boxed {12}", 1.0),
+        ("boxed", "\\boxed{0.5} it is", 1.0),
+        ("boxed", "12", 0.0),
+        ("boxed", "\\boxed{13}", 0.0),
+        ("boxed", "\\boxed{12} no, \\boxed{", 0.0),
+        ("tag", "so <answer>12</answer>", 1.0),
+        ("tag", "<answer>\\boxed{12}</answer>", 1.0),
+        ("tag", "<answer>$\\frac12$</answer>", 1.0),
+        ("tag", "<answer>13</answer>", 0.0),
+        ("tag", "\\boxed{12} <answer>13</answer>", 0.0),
+        ("tag", "<answer>12", 0.0),
+        ("tag", "\\boxed{12}", 0.0),
+        ("text", "12", 1.0),
+        ("text", " 12.\n", 1.0),
+        ("text", "It is \\boxed{12}", 1.0),
+        ("text", "13", 0.0),
+        ("text", "It is \\boxed{12", 0.0),
+        ("boxed", "<think> try \\boxed{12} but", 0.0),
+        ("boxed", "<think>13</think> \\boxed{12}", 1.0),
+        ("text", "<think>12", 0.0),
+        ("text", "<think>13</think>12", 1.0),
+    ],
+)
 def test_every_answering_parser_s_content_is_graded(reward, parser, output, earned):
     content = Agent("solver", AgentConfig(policy="p", prompt="", parser=parser, tag="answer")).parse(output)
     assert reward(content) == earned
