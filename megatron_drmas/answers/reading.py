@@ -90,6 +90,7 @@ _BASES = {name: base for base, name in enumerate("two three four five six seven 
 _WORD = re.compile(r"[A-Za-z][A-Za-z'. -]*[A-Za-z.']|[A-Za-z]")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _CHOICE = re.compile(r"\\text\{\(?([A-J])[).:]?\}\)?\s*(.+)", re.DOTALL)
+_LETTERED = re.compile(r"^([A-J])\)$")
 _OPEN_ENDED = re.compile(r"\]([^\[\]]*),([^\[\]]*)\[")
 _NAMED = {"\\mathbb{R}": sympy.Reals, "\\emptyset": sympy.EmptySet, "\\{\\}": sympy.EmptySet}
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne", "=": "="}
@@ -149,6 +150,7 @@ def _element(text: str) -> Answer:
         return Words("")
     if _is_words(text):
         return Words(text.lower().rstrip("."))
+    text = _LETTERED.sub(r"\1", text)
     if (match := _CHOICE.fullmatch(text)) and _trimmed(match.group(2)):
         return Several("choice", "", (Quantity(sympy.Symbol(match.group(1), real=True)), _element(match.group(2))))
     if match := _NUMERAL.fullmatch(text):
