@@ -100,7 +100,7 @@ class AgentConfig:
     policy: str = MISSING
     system: Optional[str] = None  # system message
     prompt: str = MISSING  # Jinja template of the user message; the workflow's docstring lists its variables
-    parser: str = "tag"  # a name registered in megatron_drmas.team.parsing: tag | boxed | text
+    parser: str = "tag"  # registered in megatron_drmas.team.parsing: tag | tags | boxed | text
     tag: Optional[str] = None  # <tag>…</tag> that the output must hold exactly once
     choices: list[str] = field(default_factory=list)  # the tag's allowed contents; empty: any text
     trainable: bool = True
@@ -150,6 +150,7 @@ class GraderConfig:
 @dataclass
 class EnvironmentConfig:
     name: str = MISSING  # a name registered in megatron_drmas.environments
+    normalization: str = "squad"  # squad | unicode: what exact match ignores; see megatron_drmas.environments.exact_match
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     grader: GraderConfig = field(default_factory=GraderConfig)
 

@@ -26,6 +26,7 @@ from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
+from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
@@ -35,6 +36,7 @@ CHOICES = {
     "cluster.device": ("auto", "cpu", "cuda"),
     "precision.mode": ("fp32", "bf16", "fp8", "fp8_emulated"),
     "precision.rollout": ("float32", "bfloat16"),
+    "environment.normalization": NORMALIZATIONS,
     "environment.retrieval.order": ("best_first", "best_last"),
 }
 LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less
@@ -245,6 +247,11 @@ def _check_team(config: RunConfig) -> None:
         needed = workflow.parsers.get(name, agent.parser)
         if agent.parser != needed:
             raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
+        if agent.parser == "tags" and name in workflow.answering:
+            problem = "gives a list, and the environment grades one answer"
+            raise ConfigError(f"{key}.parser", agent.parser, problem, "use boxed, tag or text")
+        if agent.tag == "think":
+            raise ConfigError(f"{key}.tag", agent.tag, "marks reasoning, which no parser reads", "choose another tag")
         if agent.parser in ("tag", "tags") and not agent.tag:
             raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
         words = workflow.verdicts.get(name, ())

@@ -1,8 +1,6 @@
 """Question answering over a retrieval server; the return is exact match."""
 
 import asyncio
-import re
-import string
 from types import TracebackType
 from typing import Optional
 
@@ -12,24 +10,11 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, register_environment
+from megatron_drmas.environments.exact_match import exact_match, normalise_answer
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
 MOST_QUERIES = 64  # in one request
 KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalise_answer(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (the normalisation of SQuAD's evaluation)."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
-
-
-def exact_match(answer: Optional[str], accepted: tuple[str, ...]) -> float:
-    """1.0 if the normalised answer equals any normalised accepted answer, else 0.0."""
-    if answer is None:
-        return 0.0
-    return float(normalise_answer(answer) in {normalise_answer(gold) for gold in accepted})
 
 
 class _Refused(Exception):
@@ -142,10 +127,11 @@ class SearchEnvironment(Environment):
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
 
     def supports(self, question: Question, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any passage as whole words; "yes" and "no" stand in too many to count."""
-        words = [f" {normalise_answer(passage)} " for passage in passages]
-        answers = {normalise_answer(gold) for gold in question.answers} - {"", "yes", "no"}
+        """Whether an accepted answer stands in any passage as whole words; "yes", "no" and articles stand in too many to count."""
+        rule = self.config.normalization
+        words = [f" {normalise_answer(passage, rule)} " for passage in passages]
+        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
         return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
-        return exact_match(outcome.answer, question.answers)
+        return exact_match(outcome.answer, question.answers, self.config.normalization)

@@ -23,6 +23,8 @@ from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
+PROMPT_END = 16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -153,7 +155,7 @@ class _TrajectoryContext:
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
             agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
-            sample.weight_version, text, role.parse(text),
+            sample.weight_version, text, role.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
         )
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn

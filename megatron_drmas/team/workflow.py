@@ -63,6 +63,7 @@ class Workflow:
         verdicts: the agents that accept or reject, and the two words, (accept, reject), which must be among each one's `choices`.
             `run` sets `Turn.verdict` of the verdicts that the trajectory's return judges; others say nothing about it.
         min_turns: the least `max_turns` with which every agent can be called.
+        answering: the roles whose content the environment grades, as the outcome's answer or for a call's own reward.
     """
 
     agents: dict[str, tuple[str, ...]] = {}
@@ -70,6 +71,7 @@ class Workflow:
     parsers: dict[str, str] = {}
     verdicts: dict[str, tuple[str, str]] = {}
     min_turns: int = 1
+    answering: tuple[str, ...] = ()
 
     def __init__(self, config: WorkflowConfig):
         self.config = config

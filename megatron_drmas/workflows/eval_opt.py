@@ -21,6 +21,7 @@ class EvalOptWorkflow(Workflow):
 
     agents = {"generator": ("question", "history"), "evaluator": ("question", "history", "solution")}
     verdicts = {"evaluator": ("correct", "incorrect")}
+    answering = ("generator",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         correct, incorrect = self.verdicts["evaluator"]

@@ -33,6 +33,7 @@ class MathWorkflow(Workflow):
     agents = {"solver": ("question", "history"), "verifier": ("question", "history", "solution")}
     verdicts = {"verifier": ("approve", "reject")}
     min_turns = 2
+    answering = ("solver",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         approve, reject = self.verdicts["verifier"]

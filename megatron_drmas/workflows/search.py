@@ -38,6 +38,7 @@ class SearchWorkflow(Workflow):
     verdicts = {"verifier": ("yes", "no")}
     min_turns = 2
     needs_retrieval = True
+    answering = ("answer",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         yes, no = self.verdicts["verifier"]

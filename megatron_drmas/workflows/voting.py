@@ -20,6 +20,7 @@ class VotingWorkflow(Workflow):
     """
 
     agents = {"voter": ("question",), "aggregator": ("question", "candidates")}
+    answering = ("voter",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         """One round of votes and a pick; the outcome's `info` holds the pick as it was parsed.

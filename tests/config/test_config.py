@@ -69,6 +69,19 @@ def test_the_math_recipes_take_other_teams(recipe, team):
     assert {agent.policy for agent in config.team.agents.values()} == set(config.policies)
 
 
+@pytest.mark.parametrize("team, agent", [
+    ("math", "solver"), ("math_single", "solver"), ("math_eval_opt", "generator"), ("math_voting", "voter"), ("math_orch_workers", "worker"),
+    ("math_orch_workers", "synthesiser"),
+])
+def test_an_answering_agent_gives_one_answer(team, agent):
+    overrides = [f"team={team}"] + (["~policies.verifier"] if team == "math_single" else [])
+    for parser in ("boxed", "tag", "text"):
+        validate(compose_config("math", [*overrides, f"team.agents.{agent}.parser={parser}", f"team.agents.{agent}.tag=answer"]), files=False)
+    config = compose_config("math", [*overrides, f"team.agents.{agent}.parser=tags", f"team.agents.{agent}.tag=answer"])
+    with pytest.raises(ConfigError, match=f"team.agents.{agent}.parser = 'tags'.*grades one answer.*use boxed, tag or text"):
+        validate(config, files=False)
+
+
 def test_a_workflow_names_the_parser_that_it_needs():
     config = compose_config("math", ["team=math_orch_workers", "team.agents.orchestrator.parser=text"])
     with pytest.raises(ConfigError, match="team.agents.orchestrator.parser = 'text'.*use tags"):
@@ -127,6 +140,9 @@ def test_a_third_choice_is_no_verdict():
     ("precision.mode=fp9", "precision.mode", "fp9"),
     ("team.agents.answer.policy=nobody", "team.agents.answer.policy", "nobody"),
     ("team.agents.answer.parser=guess", "team.agents.answer.parser", "guess"),
+    ("team.agents.answer.parser=tags", "team.agents.answer.parser", "one answer"),
+    ("team.agents.answer.tag=think", "team.agents.answer.tag", "reasoning"),
+    ("environment.normalization=ascii", "environment.normalization", "choose one of: squad, unicode"),
     ("team.agents.answer.prompt='{{'", "team.agents.answer.prompt", "Jinja"),
     ("team.agents.answer.prompt='{{ qestion }} {{ question }}'", "team.agents.answer.prompt", "uses qestion"),
     ("algorithm=dr_mass", "algorithm", "choose one of: at_grpo"),

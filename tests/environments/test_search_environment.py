@@ -1,4 +1,4 @@
-"""Exact match, and what a bad retrieval server costs."""
+"""What a search team earns, and what a bad retrieval server costs."""
 
 import asyncio
 
@@ -10,27 +10,8 @@ from hypothesis import strategies as st
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment, exact_match, normalise_answer
+from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
-
-
-@pytest.mark.parametrize("answer, accepted, score", [
-    ("The Eiffel Tower.", ("eiffel tower",), 1.0),
-    ("an apple", ("Apple",), 1.0),
-    ("Paris, France", ("paris france",), 1.0),
-    ("Paris", ("London", "PARIS"), 1.0),
-    ("Paris France", ("Paris",), 0.0),
-    (None, ("x",), 0.0),
-    ("", ("x",), 0.0),
-    ("theatre", ("atre",), 0.0),
-])
-def test_exact_match(answer, accepted, score):
-    assert exact_match(answer, accepted) == score
-
-
-def test_normalisation_is_idempotent():
-    text = "  The  quick,  brown fox -- an answer! "
-    assert normalise_answer(normalise_answer(text)) == normalise_answer(text) == "quick brown fox answer"
 
 
 def ask(handler, queries=1, check=False, **settings):
