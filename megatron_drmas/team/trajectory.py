@@ -5,6 +5,8 @@ from typing import Any, Optional
 
 from megatron_drmas.data.questions import Question
 
+NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampling replaces are counted; no failure of a run
+
 
 @dataclass
 class Turn:

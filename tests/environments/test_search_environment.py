@@ -92,7 +92,7 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
 def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
     async def run():
         async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))) as environment:
-            async def fails(queries):
+            async def fails(*asked):
                 raise RuntimeError("unforeseen")
 
             monkeypatch.setattr(environment, "_ask", fails)
