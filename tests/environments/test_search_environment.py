@@ -139,7 +139,7 @@ def test_one_failure_leaves_the_others_alone():
     async def every_other(request):
         return await (broken if "q1" in (await request.json())["queries"] else ranked)(request)
 
-    found = ask(every_other, queries=3)
+    found = ask(every_other, queries=3, timeout_s=0.8)
     assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]
 
 
@@ -162,7 +162,7 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
         body = await request.json()
         return web.json_response({"result": [[{"contents": "?"}]] * (len(body["queries"]) - 1)})
 
-    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3))
+    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3, timeout_s=0.3))
 
 
 @pytest.mark.parametrize("passage, accepted, holds", [
