@@ -2,6 +2,7 @@
 
     checkpoints/step_000010/state.json     step, data cursor, whether the steps up to it were healthy, the configuration that made it
     checkpoints/step_000010/<policy>/      the actor: weights, optimizer, learning-rate schedule, RNG
+    checkpoints/passed_over_step_000020/   one that was newer than the healthy one from which the run went on
     checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it goes on from the newest healthy one
 """
 
@@ -53,12 +54,14 @@ class Checkpoints:
         return found
 
     def clear(self, after: int) -> None:
-        """Remove the checkpoints of more than `after` steps, from where the run goes on; with 0 everything."""
+        """The run begins after so many steps: checkpoints of more are put aside as passed_over_*; with 0 everything is removed."""
         if after == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         for folder in self.complete():
             if folder.name > f"step_{after:06d}":
-                shutil.rmtree(folder)
+                aside = folder.with_name(f"passed_over_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(folder, aside)
         self._stopped.unlink(missing_ok=True)
 
     def stop_unhealthy(self) -> Optional[Path]:

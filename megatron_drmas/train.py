@@ -63,7 +63,7 @@ async def train(config: RunConfig) -> None:
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
         if resumed and folder != checkpoints.complete()[-1]:
-            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
+            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint, and keeps passed_over_*")
         stop = StopRequest()
         async with Cluster(config, log.phase, log.note, log.log_restart) as cluster:
             if resumed:

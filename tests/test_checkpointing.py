@@ -98,7 +98,7 @@ def test_clearing_leaves_what_a_person_has_put_aside(checkpoints):
         save(checkpoints, step, {})
     (checkpoints.complete()[1].parent / "best of them").mkdir()
     checkpoints.clear(after=1)
-    assert sorted(path.name for path in checkpoints.complete()[0].parent.iterdir()) == ["best of them", "step_000001"]
+    assert sorted(path.name for path in checkpoints.complete()[0].parent.iterdir()) == ["best of them", "passed_over_step_000002", "step_000001"]
     checkpoints.clear(after=0)
     assert checkpoints.complete() == []
 

@@ -132,21 +132,24 @@ class HealthRule:
 
     Attributes:
         stop: why the run must stop after the last step that was judged; None if it may go on.
+        healthy: whether that step's policies are to be relied on: few trajectories were masked, something could be learned, and no
+            share was one that stops.
     """
 
     def __init__(self, config: HealthConfig):
         self._config = config
         self._in_a_row: dict[tuple[str, Optional[str]], int] = {}
         self.stop: Optional[str] = None
+        self.healthy = True
 
     def check(self, line: dict[str, Any]) -> list[dict[str, Any]]:
-        """The alarms of one step, as `alarms.Watch.check` returns them; brings `stop` up to date.
+        """The alarms of one step, as `alarms.Watch.check` returns them; brings `stop` and `healthy` up to date.
 
         Args:
             line: step, masked and health as in metrics.jsonl; a step without counts is not judged.
         """
         in_a_row = {}
-        self.stop = None
+        self.stop, self.healthy = None, True
         if not line.get("health"):
             return []
         for kind, who, problem in self._stops(line):
@@ -154,7 +157,9 @@ class HealthRule:
             if in_a_row[kind, who] >= self._config.patience and self.stop is None:
                 self.stop = f"step {line['step']}: {problem}; so it was for {in_a_row[kind, who]} steps in a row (health.patience = {self._config.patience})"
         self._in_a_row = in_a_row
-        return list(self._warnings(line))
+        alarms = list(self._warnings(line))
+        self.healthy = not in_a_row and all(alarm["metric"] != "masked" for alarm in alarms)
+        return alarms
 
     def _warnings(self, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """An alarm a kind about the whole step, which names the agents; without one, an alarm for each agent."""

@@ -161,12 +161,12 @@ class RunLog:
         self._write("refused", step, problem=problem, masked=masked)
 
     def healthy(self, since: int) -> bool:
-        """Whether no step after `since` was unhealthy: had a share that warns, or nothing to learn from."""
+        """Whether every step after `since` was healthy (see `health.HealthRule`)."""
         return all(step <= since for step in self._unhealthy)
 
     def _judge(self, line: dict[str, Any]) -> list[dict[str, Any]]:
         found = self._health.check(line)
-        if found:
+        if not self._health.healthy:
             self._unhealthy.append(line["step"])
         return found + self._watch.check(line)
 

@@ -142,3 +142,19 @@ def test_an_evaluation_warns_of_what_it_left_out():
     (alarm,) = evaluation_alarms(found, HealthConfig())
     assert alarm["message"] == "evaluation after 4 steps, greedy: 30 of 100 trajectories were masked (retrieval 30)"
     assert not evaluation_alarms(found | {"masked": {"retrieval": 19}}, HealthConfig())
+
+
+@pytest.mark.parametrize("of_step, healthy", [
+    ({}, True),
+    ({"masked": (2, 10)}, False),
+    ({"truncated": (10, 10), "invalid": (10, 10)}, True),
+    ({"zero": (10, 10), "rewarded": (0, 10)}, False),
+    ({"zero": (10, 10), "rewarded": (10, 10)}, True),
+])
+def test_a_step_is_healthy_while_its_policies_can_be_relied_on(of_step, healthy):
+    rule = HealthRule(HealthConfig())
+    rule.check(line(**of_step))
+    assert rule.healthy is healthy
+    strict = HealthRule(HealthConfig(truncated=ShareConfig(0.5, 0.9)))
+    strict.check(line(**of_step))
+    assert strict.healthy is (healthy and "truncated" not in of_step)
