@@ -134,8 +134,8 @@ class Checkpoints:
 class Saver:
     """Knows the last step that the actors have trained on from start to end, and saves the run as it was after it.
 
-    An asynchronous context manager around the training loop: a run that stops between two updates, for its health or because a
-    service failed, loses no step that it has done.
+    An asynchronous context manager around the run: one that stops between two updates, for its health or because a service
+    failed, loses no step that it has done.
 
     Args:
         checkpoints: of the run.
@@ -143,7 +143,7 @@ class Saver:
         log: of the run.
         sampler: of the training questions.
         config: of the run, as plain data.
-        step: steps done.
+        step: steps that are saved already.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class Saver:
         self._sampler = sampler
         self._config = config
         self._saved = step
-        self.updated(step)
+        self._done: Optional[int] = None
 
     def updating(self) -> None:
         """The actors begin to change."""
-        self._done: Optional[int] = None
+        self._done = None
 
     def updated(self, step: int) -> None:
-        """The actors have been trained on the whole step."""
+        """The actors are those after the whole step, and so is the sampler."""
         self._done, self._cursor = step, self._sampler.state_dict()
 
     async def save(self) -> None:

@@ -63,9 +63,12 @@ async def train(config: RunConfig) -> None:
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
         if resumed and folder != checkpoints.complete()[-1]:
-            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint, and keeps passed_over_*")
+            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         stop = StopRequest()
-        async with Cluster(config, log.phase, log.note, log.log_restart) as cluster:
+        async with (
+            Cluster(config, log.phase, log.note, log.log_restart) as cluster,
+            Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
+        ):
             if resumed:
                 with log.phase("load checkpoint"):
                     sampler.load_state_dict(state["sampler"])
@@ -74,42 +77,42 @@ async def train(config: RunConfig) -> None:
                 await cluster.sync_weights(done * len(stages), verify=True)
             checkpoints.clear(after=done)  # only now: the run has come as far as starting
             log.started()
-            async with Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver:
-                await evaluate_team(cluster, log, done)
+            saver.updated(done)
+            await evaluate_team(cluster, log, done)
 
-                for step in range(done + 1, config.steps + 1):
-                    metrics, tokens_before = {}, cluster.generated_tokens
-                    for number, (learners, stream) in enumerate(stages, 1):
-                        with log.phase("generate"):
-                            trajectories = await collect_with_signal(
-                                lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.of_turns),
-                                lambda count: [questions[index] for index in sampler.draw(count)],
-                                config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
-                            )
-                        problem = refusal(trajectories, config.health, f"step {step} is not trained on")
-                        if problem:
-                            log.log_refused(step, problem, count_causes(trajectories), trajectory_records(trajectories))
-                            raise UnhealthyRun(problem)
-                        with log.phase("advantages"):
-                            batch = collate(trajectories, agents, policies, learners)
-                            batch.advantages = compute_advantages(batch, config.algorithm)
-                        with log.phase("update"):
-                            saver.updating()
-                            metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
-                        with log.phase("weight_sync"):
-                            await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
-
-                    problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
-                    log.log_trajectories(step, trajectory_records(trajectories))
-                    saver.updated(step)
-                    last = step == config.steps
-                    if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
-                        await saver.save()
-                    if stop.requested:
-                        sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
-                    if problem and not last:
+            for step in range(done + 1, config.steps + 1):
+                metrics, tokens_before = {}, cluster.generated_tokens
+                for number, (learners, stream) in enumerate(stages, 1):
+                    with log.phase("generate"):
+                        trajectories = await collect_with_signal(
+                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.of_turns),
+                            lambda count: [questions[index] for index in sampler.draw(count)],
+                            config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
+                        )
+                    problem = refusal(trajectories, config.health, f"step {step} is not trained on")
+                    if problem:
+                        log.log_refused(step, problem, count_causes(trajectories), trajectory_records(trajectories))
                         raise UnhealthyRun(problem)
-                    await evaluate_team(cluster, log, step)
+                    with log.phase("advantages"):
+                        batch = collate(trajectories, agents, policies, learners)
+                        batch.advantages = compute_advantages(batch, config.algorithm)
+                    with log.phase("update"):
+                        saver.updating()
+                        metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
+                    with log.phase("weight_sync"):
+                        await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
+
+                problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
+                log.log_trajectories(step, trajectory_records(trajectories))
+                saver.updated(step)
+                last = step == config.steps
+                if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
+                    await saver.save()
+                if stop.requested:
+                    sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
+                if problem and not last:
+                    raise UnhealthyRun(problem)
+                await evaluate_team(cluster, log, step)
 
             if config.checkpoint.export:
                 with log.phase("export"):

@@ -188,7 +188,8 @@ class SearchEnvironment(Environment):
         except (aiohttp.ClientError, OSError) as error:
             raise _Unavailable(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise _Unavailable(f"{url} answered {response.status}") if response.status in AWAY else _Refused(f"{url} answered {response.status}", response.status >= 500)
+            problem = f"{url} answered {response.status}"
+            raise _Unavailable(problem) if response.status in AWAY else _Refused(problem, again=response.status >= 500)
         try:
             reply = json.loads(body)
         except (ValueError, RecursionError) as error:

@@ -111,8 +111,9 @@ def evaluation_alarms(line: dict[str, Any], config: HealthConfig) -> list[dict[s
     count = [sum(line["masked"].values()), line["trajectories"]]
     if config.masked.warn is None or share(count) < config.masked.warn:
         return []
-    problem = f"{count[0]} of {count[1]} trajectories were masked ({_listed(line['masked'])})"
-    return [_alarm("masked", f"{line['mode']} evaluation", share(count), config.masked.warn, f"evaluation after {line['step']} steps, {line['mode']}: {problem}")]
+    when = f"evaluation after {line['step']} steps, {line['mode']}"
+    message = f"{when}: {count[0]} of {count[1]} trajectories were masked ({_listed(line['masked'])})"
+    return [_alarm("masked", f"{line['mode']} evaluation", share(count), config.masked.warn, message)]
 
 
 def in_short(alarms: Iterable[dict[str, Any]]) -> str:
@@ -155,7 +156,8 @@ class HealthRule:
         for kind, who, problem in self._stops(line):
             in_a_row[kind, who] = self._in_a_row.get((kind, who), 0) + 1
             if in_a_row[kind, who] >= self._config.patience and self.stop is None:
-                self.stop = f"step {line['step']}: {problem}; so it was for {in_a_row[kind, who]} steps in a row (health.patience = {self._config.patience})"
+                so_long = f"so it was for {in_a_row[kind, who]} steps in a row (health.patience = {self._config.patience})"
+                self.stop = f"step {line['step']}: {problem}; {so_long}"
         self._in_a_row = in_a_row
         alarms = list(self._warnings(line))
         self.healthy = not in_a_row and all(alarm["metric"] != "masked" for alarm in alarms)

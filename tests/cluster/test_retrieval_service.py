@@ -69,13 +69,15 @@ def test_one_that_cannot_start_again_ends_the_run_by_its_name(corpus):
 
     found, said = run(corpus, work)
     assert {type(each) for each in found} == {ServiceFailure} and len(said) == 2
-    with pytest.raises(ServiceFailure, match=r"^retrieval server: ended with code 1 before it was ready; log: \S+, and it was started again 2 times \(environment"):
-        raise found[0]
+    message = str(found[0])
+    assert message.startswith("retrieval server: ended with code 1 before it was ready") and "\n" not in message
+    assert "it was started again 2 times (environment.retrieval.restarts)" in message
 
 
 def test_a_living_server_is_not_started_again(corpus):
     async def work(environment, service):
         url = service.url
-        return await service.recover(url, "a dropped connection", False) == await service.recover("http://127.0.0.1:1", "an old address", True) == url
+        found = [await service.recover(url, "a dropped connection", False), await service.recover("http://127.0.0.1:1", "an old address", True)]
+        return found == [url, url]
 
     assert run(corpus, work) == (True, [])
