@@ -1,5 +1,6 @@
 """Whole runs whose retrieval server fails: the result is the undisturbed one's, or the run stops and says why."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,9 +10,15 @@ import threading
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from megatron_drmas.config.load import compose_config
+from megatron_drmas.observability.health import UnhealthyRun
+from megatron_drmas.team.trajectory import Trajectory
+from megatron_drmas.train import evaluate_team
 
 SMALL = (
     "steps=3", "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=2",
@@ -94,6 +101,28 @@ def remote_server(tiny_team, repository):
         proxy.server_close()
         behind.kill()
         behind.wait()
+
+
+@pytest.mark.parametrize("failed, counts", [(10, False), (9, True)])
+def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_path, failed, counts):
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(20)))
+    config = compose_config("search_hetero", [f"data.eval={tmp_path / 'eval.jsonl'}", "evaluation.greedy=false"])
+
+    class Collector:
+        async def collect(self, questions, samples, sampling):
+            failures = ["retrieval"] * failed + [None] * (20 - failed)
+            return [Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)]
+
+    log = SimpleNamespace(evaluated=lambda *_: False, phase=lambda _: contextlib.nullcontext(), log_evaluation=lambda *found: logged.append(found))
+    logged = []
+    work = evaluate_team(SimpleNamespace(config=config, collector=Collector()), log, 0)
+    if counts:
+        asyncio.run(work)
+        assert logged[0][0].trajectories == 20 and logged[0][0].masked == {"retrieval": failed}
+    else:
+        with pytest.raises(UnhealthyRun, match="the sampled evaluation after 0 steps does not count: 10 of 20 trajectories were masked"):
+            asyncio.run(work)
+        assert not logged
 
 
 @pytest.mark.slow

@@ -213,6 +213,7 @@ class HealthConfig:
     truncated: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # responses that reached their limit
     invalid: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # outputs that could not be parsed
     zero_advantage: ShareConfig = field(default_factory=lambda: ShareConfig(0.95))  # rows of learning agents without an advantage
+    found_nothing: ShareConfig = field(default_factory=lambda: ShareConfig(0.5, 1.0))  # queries without a passage; of the whole step only
     patience: int = 20  # steps in a row at another `stop`, or without any advantage and any success, that stop the run
     least_calls: int = 8  # an agent that a step has fewer calls of is not judged by itself
 

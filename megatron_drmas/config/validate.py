@@ -209,7 +209,7 @@ def check_output(folder: Path) -> None:
 
 
 def _check_health(config: HealthConfig) -> None:
-    for kind in ("masked", "truncated", "invalid", "zero_advantage"):
+    for kind in ("masked", "truncated", "invalid", "zero_advantage", "found_nothing"):
         share: ShareConfig = getattr(config, kind)
         for level in ("warn", "stop"):
             value = getattr(share, level)

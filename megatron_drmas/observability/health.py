@@ -6,6 +6,7 @@ A *count* is `[n, of]`.  The counts of a step, as metrics.jsonl holds them, are
     truncated       responses that reached their limit, of the calls of the other trajectories
     invalid         outputs that could not be parsed, of the same calls
     zero_advantage  rows whose advantage is 0, of the rows that learn
+    found_nothing   queries that were answered without a passage, of the same trajectories' queries
     rewarded        trajectories that returned more than 0, of those that ended; judged only together with zero_advantage
 
 each as {"team": count, "agents": {agent: count}}.  The rule looks at nothing else, so a resumed run that reads its log again
@@ -23,12 +24,14 @@ WHAT = {
     "truncated": "responses reached their limit",
     "invalid": "outputs could not be parsed",
     "zero_advantage": "rows have advantage 0",
+    "found_nothing": "queries found nothing",
 }
 NOTHING_LEARNABLE = "nothing_learnable"
 REMEDIES = {
     "truncated": "raise rollout.max_response_tokens or the agent's max_response_tokens",
     "invalid": "read trajectories/; a warm start (megatron_drmas.sft) teaches a format",
     "zero_advantage": "use questions that the team solves now and then, or a larger group_size",
+    "found_nothing": "see what the retrieval server answers to them",
     "retrieval": "see what the retrieval server says, or raise environment.retrieval.timeout_s",
     "engine": "see the engines' logs",
     "prompt_too_long": "raise rollout.max_prompt_tokens",
@@ -72,6 +75,7 @@ def count_step(trajectories: Sequence[Trajectory], zero_advantage: dict[str, Cou
     """
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
     turns = [turn for trajectory in finished for turn in trajectory.turns]
+    queries = [n for trajectory in finished for n in trajectory.found]
     calls = Counter(turn.agent for turn in turns)
     truncated = Counter(turn.agent for turn in turns if turn.finish_reason == "length")
     invalid = Counter(turn.agent for turn in turns if not turn.valid)
@@ -83,6 +87,7 @@ def count_step(trajectories: Sequence[Trajectory], zero_advantage: dict[str, Cou
     return {
         "masked": count_masked(trajectories),
         **{kind: {"team": [sum(column) for column in zip([0, 0], *found.values())], "agents": found} for kind, found in by_agent.items()},
+        "found_nothing": {"team": [sum(not n for n in queries), len(queries)], "agents": {}},
         "rewarded": {"team": [sum(trajectory.reward > 0 for trajectory in finished), len(finished)], "agents": {}},
     }
 
@@ -190,7 +195,7 @@ class HealthRule:
         nothing = _why_nothing(counts)
         if nothing and share(counts["rewarded"]["team"]) < 1:
             yield NOTHING_LEARNABLE, None, nothing
-        for kind in ("truncated", "invalid", "zero_advantage"):
+        for kind in (kind for kind in WHAT if kind != "masked"):
             stop = getattr(self._config, kind).stop
             for who, count in _over(counts[kind], stop, self._config.least_calls):
                 problem = f"{_whose(who)}{count[0]} of {count[1]} {WHAT[kind]}, and health.{kind}.stop is {stop:g}"

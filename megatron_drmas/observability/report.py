@@ -183,7 +183,9 @@ def health_rows(run: Run) -> list[dict[str, Any]]:
     steps = [line for line in run.of_kind("step") if line.get("health")]
     limits = (yaml.safe_load(run.config) or {}).get("health") or {}
     rows = []
-    for kind, what in WHAT.items() if steps else ():
+    for kind, what in WHAT.items():
+        if not any(line["health"][kind]["team"][1] for line in steps):
+            continue
         shares = [(share(line["health"][kind]["team"]), line["step"]) for line in steps]
         worst, worst_step = max(shares, key=lambda found: (found[0], -found[1]))
         agents = [(share(count), -line["step"], name) for line in steps for name, count in line["health"][kind]["agents"].items()]

@@ -32,7 +32,7 @@ class Summary:
         tokens_generated, tokens_trained, tokens_per_second (generated, over the seconds of generation)
         masked, skipped, restarts            counts by cause, policy and cause
         alarms                               episodes by metric (see `alarms.Episodes`)
-        health         {masked, truncated, invalid, zero_advantage: {last, worst, worst_step}}: shares of a step
+        health         {masked, truncated, invalid, zero_advantage, found_nothing: {last, worst, worst_step}}: shares of a step
         refused        {step, problem} of a step that was not trained on, which stopped the run; None: there is none
     """
 

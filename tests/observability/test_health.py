@@ -21,8 +21,9 @@ def trajectory(agents=("search",), failure=None, reward=0.0, **of_turns):
     return Trajectory(QUESTION, 0, 0, turns, reward=reward, failure=failure, failure_detail=failure and f"{failure} said no")
 
 
-def line(step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10), rewarded=(5, 10), agents=None):
-    counts = {kind: {"team": list(count), "agents": {}} for kind, count in zip((*WHAT, "rewarded"), (masked, truncated, invalid, zero, rewarded))}
+def line(step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10), found_nothing=(0, 10), rewarded=(5, 10), agents=None):
+    given = zip((*WHAT, "rewarded"), (masked, truncated, invalid, zero, found_nothing, rewarded))
+    counts = {kind: {"team": list(count), "agents": {}} for kind, count in given}
     for kind, found in (agents or {}).items():
         counts[kind]["agents"] = found
     return {"step": step, "masked": {"retrieval": masked[0]} if masked[0] else {}, "health": counts}
@@ -123,10 +124,10 @@ def test_the_run_stops_after_so_many_steps_in_a_row_and_not_before(steps, patien
             assert rule.stop.startswith(f"step {number}: nothing can be learned") and f"health.patience = {patience}" in rule.stop
 
 
-@pytest.mark.parametrize("kind", ["truncated", "invalid", "zero_advantage"])
+@pytest.mark.parametrize("kind", ["truncated", "invalid", "zero_advantage", "found_nothing"])
 def test_another_share_stops_the_run_only_when_asked_to_and_after_patience(kind):
     bad = line(**{"zero" if kind == "zero_advantage" else kind: (9, 10)})
-    patient = HealthRule(HealthConfig(patience=2))
+    patient = HealthRule(HealthConfig(patience=2))  # found_nothing stops by itself, but only when no query finds anything
     asked = HealthRule(HealthConfig(**{kind: ShareConfig(0.5, 0.9)}, patience=2))
     for _ in range(5):
         patient.check(bad)
@@ -150,6 +151,8 @@ def test_an_evaluation_warns_of_what_it_left_out():
     ({"truncated": (10, 10), "invalid": (10, 10)}, True),
     ({"zero": (10, 10), "rewarded": (0, 10)}, False),
     ({"zero": (10, 10), "rewarded": (10, 10)}, True),
+    ({"found_nothing": (10, 10)}, False),
+    ({"found_nothing": (0, 0)}, True),
 ])
 def test_a_step_is_healthy_while_its_policies_can_be_relied_on(of_step, healthy):
     rule = HealthRule(HealthConfig())
@@ -158,3 +161,16 @@ def test_a_step_is_healthy_while_its_policies_can_be_relied_on(of_step, healthy)
     strict = HealthRule(HealthConfig(truncated=ShareConfig(0.5, 0.9)))
     strict.check(line(**of_step))
     assert strict.healthy is (healthy and "truncated" not in of_step)
+
+
+def test_a_server_that_answers_without_passages_is_seen():
+    """200 and {"result": [[]]}: no trajectory fails, and the team learns to answer without having read anything."""
+    step = line(found_nothing=(10, 10))
+    rule = HealthRule(HealthConfig(patience=3))
+    for _ in range(3):
+        (alarm,) = rule.check(step)
+        assert alarm["message"] == "step 1: 10 of 10 queries found nothing" and not rule.healthy
+    assert "health.found_nothing.stop is 1" in rule.stop
+    trajectories = [trajectory(), trajectory()]
+    trajectories[0].found, trajectories[1].found = [0, 2], [0]
+    assert count_step(trajectories, {})["found_nothing"] == {"team": [2, 3], "agents": {}}

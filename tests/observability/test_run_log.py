@@ -246,7 +246,7 @@ def test_an_episode_is_said_at_its_beginning_and_its_end_and_logged_in_every_ste
 
 def health(masked=0, zero=0):
     agents = {"search": [zero, 10]}
-    shares = {"masked": masked, "truncated": 0, "invalid": 0, "zero_advantage": zero, "rewarded": 0}
+    shares = {"masked": masked, "truncated": 0, "invalid": 0, "zero_advantage": zero, "found_nothing": 0, "rewarded": 0}
     return {kind: {"team": [n, 10], "agents": agents if kind == "zero_advantage" else {}} for kind, n in shares.items()}
 
 
