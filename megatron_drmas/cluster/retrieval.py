@@ -101,7 +101,7 @@ class RetrievalService:
                 try:
                     return await self.ready()
                 except ProcessFailure as failure:
-                    problem = str(failure).removeprefix(f"{NAME}: ")
+                    problem = str(failure).removeprefix(f"{NAME}: ").removesuffix(f"; log: {self._log}")
 
     def stop(self) -> None:
         """End the server."""
