@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Optional
@@ -18,15 +19,26 @@ from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment
+from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.rollout.batch import TurnBatch
-from megatron_drmas.rollout.client import PolicyClient
+from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
+from megatron_drmas.weight_sync.errors import WeightSyncError
 
+FAILURES = (ProcessFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
 OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
 
 Phase = Callable[[str], ContextManager[Any]]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _say_restart(cause: str, detail: str) -> None:
+    _say(f"restart: {cause} ({detail})")
 
 
 class Cluster:
@@ -37,15 +49,22 @@ class Cluster:
     Args:
         config: a validated configuration.
         phase: shows and times a named phase of the start.
+        note: says what was found out.
+        restarted: is told what was started again, and why.
         actors: whether trainable policies get their Megatron actors; without them the team can only be evaluated.
     """
 
-    def __init__(self, config: RunConfig, phase: Phase = contextlib.nullcontext, actors: bool = True):
+    def __init__(
+        self, config: RunConfig, phase: Phase = contextlib.nullcontext, note: Callable[[str], None] = _say,
+        restarted: Callable[[str, str], None] = _say_restart, actors: bool = True,
+    ):
         self.config = config
         self.run_dir = Path(config.output_dir) / config.name
         self.collector: Collector
         self.policies: dict[str, PolicyRuntime] = {}
         self._phase = phase
+        self._note = note
+        self._restarted = restarted
         self._actors = actors
         self._stack = contextlib.AsyncExitStack()
 
@@ -66,7 +85,9 @@ class Cluster:
         placement = place(config, device)
         retrieval: Optional[RetrievalService] = None
         if config.environment.retrieval.corpus and not config.environment.retrieval.url:
-            retrieval = RetrievalService(config.environment.retrieval, self.run_dir / "logs" / "retrieval.log")
+            retrieval = RetrievalService(
+                config.environment.retrieval, self.run_dir / "logs" / "retrieval.log", config.cluster.start_timeout_s, self._restarted,
+            )
             self._stack.callback(retrieval.stop)
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)
@@ -83,8 +104,9 @@ class Cluster:
         with self._phase("start actors and engines"):
             await together(policy.start() for policy in self.policies.values())
         if retrieval is not None:
-            url = await retrieval.ready(config.cluster.start_timeout_s)
+            url = await retrieval.ready()
             environment = await self._enter(replace(config.environment, retrieval=replace(config.environment.retrieval, url=url)))
+            environment.recover = retrieval.recover
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
@@ -93,7 +115,9 @@ class Cluster:
 
     async def _enter(self, config: EnvironmentConfig) -> Environment:
         environment = await self._stack.enter_async_context(ENVIRONMENTS[config.name](config))
-        await environment.check()
+        found = await environment.check()
+        if found and self.config.environment.retrieval.url:  # somebody else's server
+            self._note(found)
         return environment
 
     @property

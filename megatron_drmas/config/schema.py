@@ -133,8 +133,9 @@ class RetrievalConfig:
     query_prefix: Optional[str] = None  # "query: " for E5; none: what the encoder says
     passage_prefix: Optional[str] = None  # "passage: " for E5
     topk: int = 3
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # what a query may take, with everything that is tried again
     concurrency: int = 64  # requests at once, each of the queries that agents make in the same moment
+    restarts: int = 5  # how often the run starts its own server again, when it has died or answers nothing in time
     order: str = "best_first"  # best_first | best_last: order of the passages in a prompt
 
 
@@ -199,6 +200,27 @@ class CheckpointConfig:
 
 
 @dataclass
+class ShareConfig:
+    """Shares, above 0 and up to 1, at which the run warns and at which it stops; null: never."""
+
+    warn: Optional[float] = None
+    stop: Optional[float] = None
+
+
+@dataclass
+class HealthConfig:
+    """When a step is not fit to be learned from.  Shares are of the whole step, and of every agent in it."""
+
+    masked: ShareConfig = field(default_factory=lambda: ShareConfig(0.2, 0.5))  # trajectories cut short by a failure; `stop`: at once, untrained
+    truncated: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # responses that reached their limit
+    invalid: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # outputs that could not be parsed
+    zero_advantage: ShareConfig = field(default_factory=lambda: ShareConfig(0.95))  # rows of learning agents without an advantage
+    found_nothing: ShareConfig = field(default_factory=lambda: ShareConfig(0.5, 1.0))  # queries without a passage; of the whole step only
+    patience: int = 20  # steps in a row at another `stop`, or without any advantage and any success, that stop the run
+    least_calls: int = 8  # an agent that a step has fewer calls of is not judged by itself
+
+
+@dataclass
 class ClusterConfig:
     """Processes and their shares of the machine."""
 
@@ -232,5 +254,6 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     variables: dict[str, Any] = field(default_factory=dict)  # values that a recipe's own YAML interpolates

@@ -22,7 +22,7 @@ from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.config.check_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import PolicyConfig, RunConfig
+from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
@@ -47,6 +47,7 @@ AT_LEAST = {
     "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": LEAST_TEMPERATURE, "checkpoint.every": 0, "checkpoint.keep": 1,
     "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
     "cluster.actor_threads": 1, "cluster.engine_threads": 1, "rollout.timeout_s": 1, "environment.retrieval.timeout_s": 0.1,
+    "environment.retrieval.restarts": 0, "health.patience": 1, "health.least_calls": 1,
     "environment.grader.timeout_s": 0.1, "cluster.start_timeout_s": 1, "cluster.sync_timeout_s": 1, "cluster.step_timeout_s": 1,
 }
 AT_LEAST_POLICY = {
@@ -89,6 +90,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
             "use 1 (evaluation.top_p is free)",
         )
     check_algorithm_config(config.algorithm)
+    _check_health(config.health)
     _check_team(config)
     for name, policy in config.policies.items():
         check_policy(f"policies.{name}", policy, config.steps * config.algorithm.updates_per_batch)
@@ -220,6 +222,17 @@ def check_output(folder: Path) -> None:
         tempfile.TemporaryDirectory(dir=nearest, prefix=".write_test_").cleanup()
     except OSError as error:
         raise ConfigError("output_dir", str(folder.parent), f"{nearest}: {error.strerror}", "choose a folder that can be written") from error
+
+
+def _check_health(config: HealthConfig) -> None:
+    for kind in ("masked", "truncated", "invalid", "zero_advantage", "found_nothing"):
+        share: ShareConfig = getattr(config, kind)
+        for level in ("warn", "stop"):
+            value = getattr(share, level)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"health.{kind}.{level}", value, "is no share", "use a number above 0 and up to 1, or null for never")
+        if share.warn is not None and share.stop is not None and share.warn > share.stop:
+            raise ConfigError(f"health.{kind}.warn", share.warn, f"is above the share {share.stop:g} that stops the run", "lower it")
 
 
 def _check_team(config: RunConfig) -> None:

@@ -132,13 +132,15 @@ class Grader:
                 return GradeResult(False, f"{what} of {len(text)} characters; the limit is {MAX_CHARS}")
         worker = await self._idle.get()
         try:
-            return await worker.ask(answer, gold)
+            for _ in range(2):  # a worker can be killed for another reason than its answer, an answer kills twice
+                try:
+                    return await worker.ask(answer, gold)
+                except (_Died, ConnectionError):
+                    self.restarts["died"] += 1
+            return GradeResult(False, "the grading worker died")
         except TimeoutError:
             self.restarts["time limit"] += 1
             return GradeResult(False, "time limit")
-        except (_Died, ConnectionError):
-            self.restarts["died"] += 1
-            return GradeResult(False, "the grading worker died")
         finally:
             self._idle.put_nowait(worker)
 

@@ -183,7 +183,9 @@ class _TrajectoryContext:
         return results
 
     async def retrieve(self, query: str) -> list[str]:
-        return await self._collector.environment.retrieve(query)
+        passages = await self._collector.environment.retrieve(query)
+        self._trajectory.found.append(len(passages))
+        return passages
 
     async def grade(self, answer: Optional[str]) -> float:
         return await self.reward(Outcome(answer))

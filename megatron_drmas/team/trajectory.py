@@ -5,6 +5,8 @@ from typing import Any, Optional
 
 from megatron_drmas.data.questions import Question
 
+NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampling replaces are counted; no failure of a run
+
 
 @dataclass
 class Turn:
@@ -56,6 +58,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     outcome: Optional[Outcome] = None
     reward: float = 0.0
+    found: list[int] = field(default_factory=list)  # passages of each query
     role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
     failure: Optional[str] = None  # the cause
     failure_detail: Optional[str] = None

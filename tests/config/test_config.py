@@ -159,6 +159,11 @@ def test_a_third_choice_is_no_verdict():
     ("environment.name=math", "environment.name", "math"),
     ("environment.retrieval.corpus=/nonexistent", "environment.retrieval.corpus", "/nonexistent"),
     ("environment.retrieval.topk=101", "environment.retrieval.topk", "101"),
+    ("environment.retrieval.restarts=-1", "environment.retrieval.restarts", "-1"),
+    ("health.masked.stop=1.5", "health.masked.stop", "1.5"),
+    ("health.invalid.warn=0", "health.invalid.warn", "0"),
+    ("health.masked={warn: 0.6, stop: 0.5}", "health.masked.warn", "0.6"),
+    ("health.patience=0", "health.patience", "0"),
     ("environment.retrieval.encoder=/nonexistent", "environment.retrieval.encoder", "/nonexistent"),
     ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
     ("rollout.top_p=0", "rollout.top_p", "0"),
@@ -169,6 +174,10 @@ def test_a_bad_setting_is_named(compose, override, key, value):
         compose(override)
     message = str(caught.value)
     assert message.startswith(key) and value in message and "\n" not in message and ";" in message
+
+
+def test_a_share_of_the_health_rule_can_be_off(compose):
+    assert compose("health.masked.stop=null", "health.invalid.warn=null").health.masked.stop is None
 
 
 def test_the_default_recipe_is_accepted(compose):

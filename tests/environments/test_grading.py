@@ -144,15 +144,28 @@ def test_a_long_answer_is_refused_before_it_is_parsed(loop, grader):
     assert f"limit is {MAX_CHARS}" in loop.run_until_complete(grader.grade(boxed("1" * (MAX_CHARS + 1)), "1")).error
 
 
-def test_a_killed_worker_costs_one_answer(loop, grader):
-    async def kill_midway() -> GradeResult:
-        await grader.grade(boxed("1"), "1")
-        task = asyncio.create_task(grader.grade(boxed(ENDLESS[0]), ENDLESS[1]))
-        await asyncio.sleep(0.3)
-        os.kill(grader._workers[0]._process.pid, signal.SIGKILL)
-        return await task
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_answer_whose_worker_is_killed_is_asked_again_once(loop, grader, times):
+    async def kill_and_grade() -> GradeResult:
+        worker = grader._workers[0]
+        asked = worker.ask
 
-    assert loop.run_until_complete(kill_midway()) == GradeResult(False, "the grading worker died")
+        async def killed_first(answer: str, gold: str) -> GradeResult:
+            nonlocal times
+            await worker.start()
+            if times:
+                times -= 1
+                os.kill(worker._process.pid, signal.SIGKILL)
+            return await asked(answer, gold)
+
+        worker.ask = killed_first
+        try:
+            return await grader.grade(boxed("5"), "5")
+        finally:
+            worker.ask = asked
+
+    expected = GradeResult(True) if times == 1 else GradeResult(False, "the grading worker died")
+    assert loop.run_until_complete(kill_and_grade()) == expected
     assert loop.run_until_complete(grader.grade(boxed("5"), "5")) == GradeResult(True)
 
 

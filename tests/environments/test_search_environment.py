@@ -73,7 +73,7 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
 def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
     async def run():
         async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))) as environment:
-            async def fails(queries):
+            async def fails(*asked):
                 raise RuntimeError("unforeseen")
 
             monkeypatch.setattr(environment, "_ask", fails)
@@ -120,7 +120,7 @@ def test_one_failure_leaves_the_others_alone():
     async def every_other(request):
         return await (broken if "q1" in (await request.json())["queries"] else ranked)(request)
 
-    found = ask(every_other, queries=3)
+    found = ask(every_other, queries=3, timeout_s=0.8)
     assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]
 
 
@@ -143,7 +143,7 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
         body = await request.json()
         return web.json_response({"result": [[{"contents": "?"}]] * (len(body["queries"]) - 1)})
 
-    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3))
+    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3, timeout_s=0.3))
 
 
 @pytest.mark.parametrize("passage, accepted, holds", [
