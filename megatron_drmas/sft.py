@@ -164,8 +164,9 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
         examples.append(TokenisedDialogue(prompt, response, weight))
     if spelled:
-        line, name = spelled[0]
-        logger.warning("%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them", config.data, line, len({line for line, _ in spelled}) - 1, name)
+        (line, name), more = spelled[0], len({line for line, _ in spelled}) - 1
+        told = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
+        logger.warning(told, config.data, line, more, name)
     return examples
 
 

@@ -98,7 +98,8 @@ class Cluster:
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
-                name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name], bundles, self.run_dir / "logs",
+                name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name],
+                bundles, self.run_dir / "logs",
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):

@@ -9,12 +9,10 @@ import logging
 from collections import Counter, defaultdict
 from typing import Any, Awaitable, Iterable, Optional
 
-from jinja2 import TemplateError
-
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.rollout.tokenizer import ChatError, ChatTokenizer
+from megatron_drmas.rollout.tokenizer import EXPRESSION_ERRORS, ChatError, ChatTokenizer
 from megatron_drmas.team.team import Agent, Team
 from megatron_drmas.team.trajectory import Outcome, Turn
 
@@ -45,9 +43,10 @@ def check_templates(config: RunConfig) -> None:
                 f"the prompt of agent {agent!r} has {min(lengths)} tokens before there is a question in it", "raise it",
             )
         for key in ("system", "prompt"):
-            spelled = sorted(set(chats[role.config.policy].spelled({"role": "user", "content": getattr(role.config, key) or ""})))
+            written = {"role": "user", "content": getattr(role.config, key) or ""}
+            spelled = " ".join(sorted(set(chats[role.config.policy].spelled(written))))
             if spelled:
-                logger.warning("team.agents.%s.%s spells control tokens of its policy (%s): they are plain text to the model", agent, key, " ".join(spelled))
+                logger.warning("team.agents.%s.%s spells control tokens of its policy (%s): they are plain text to the model", agent, key, spelled)
 
 
 def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
@@ -63,9 +62,10 @@ def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
     try:
         chat = ChatTokenizer(policy.model, policy.template_options)
     except ChatError as error:
-        if error.option is not None:
-            raise ConfigError(f"{prefix}.template_options.{error.option}", policy.template_options[error.option], error.problem, error.remedy) from error
-        raise ConfigError(f"{prefix}.model", policy.model, error.problem, error.remedy) from error
+        if error.option is None:
+            raise ConfigError(f"{prefix}.model", policy.model, error.problem, error.remedy) from error
+        key, value = f"{prefix}.template_options.{error.option}", policy.template_options[error.option]
+        raise ConfigError(key, value, error.problem, error.remedy) from error
     for notice in chat.notices:
         logger.warning("%s: %s", prefix, notice)
     return chat
@@ -107,8 +107,8 @@ class _Rehearsal:
         role = self._team.agents[agent]
         try:
             messages = role.messages(**variables)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # as an expression raises
-            raise ConfigError(f"team.agents.{agent}.prompt", None, f"cannot be rendered: {error}", "correct the template") from error
+        except EXPRESSION_ERRORS as error:
+            raise ConfigError(f"team.agents.{agent}.prompt", None, f"cannot be rendered: {error}", "correct it") from error
         self._prompts[agent].append(messages)
         text, index = self._output(role), self._calls.total()
         self._calls[agent] += 1

@@ -39,15 +39,15 @@ class ControlTokens:
         added, stop_ids = tokenizer.added_tokens_decoder, set(stop_ids)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self.special = frozenset(token.content for id, token in added.items() if token.special or id in stop_ids)
-        self.ids = {token.content: id for id, token in added.items() if token.content in self.special or MARK.fullmatch(token.content)}
-        self._names = {id: content for content, id in self.ids.items()}
+        self._names = {id: token.content for id, token in added.items() if token.content in self.special or MARK.fullmatch(token.content)}
+        self.ids = {content: id for id, content in self._names.items()}
         self._all, self._special = _Finder(self.ids), _Finder(self.special)
         # Normalisation can make a control token of other characters, such as full-width brackets.
         self._normalizer = self._backend.normalizer if any(added[id].normalized for id in self.ids.values()) else None
 
-    def spelled(self, role: str, content: str) -> list[str]:
-        """The control tokens that a message's content spells and that must stay text, in their order."""
-        finder = self._special if role == "assistant" else self._all
+    def spelled(self, message: dict[str, str]) -> list[str]:
+        """The control tokens that a message spells and that must stay text, in their order."""
+        finder, content = self._finder(message), message["content"]
         return [name for place in finder.places(content) if (name := finder.name_at(content, place))]
 
     def mask(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], "Mask"]:
@@ -58,7 +58,7 @@ class ControlTokens:
             The messages, and how to read what the template makes of them.  A mask that is false has hidden nothing, and
             the rendered text can be encoded as it is.
         """
-        places = [(self._special if message["role"] == "assistant" else self._all).places(message["content"]) for message in messages]
+        places = [self._finder(message).places(message["content"]) for message in messages]
         hidden = sorted({message["content"][place] for message, found in zip(messages, places) for place in found})
         text, masks, code = "".join(message["content"] for message in messages), {}, FIRST_MASK
         for character in hidden:
@@ -93,6 +93,9 @@ class ControlTokens:
                 end = start + len(name)
         parts.append(mask.lift(text[end:]))
         return [self._original.get(id, id) for id in self._plain.encode("".join(parts), add_special_tokens=False).ids]
+
+    def _finder(self, message: dict[str, str]) -> "_Finder":
+        return self._special if message["role"] == "assistant" else self._all
 
     @cached_property
     def _aliases(self) -> dict[str, str]:

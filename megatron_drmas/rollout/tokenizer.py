@@ -19,6 +19,7 @@ from megatron_drmas.rollout.control_tokens import ControlTokens, Mask
 
 EOS_FILES = ("generation_config.json", "config.json")
 OWN_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}  # no options
+EXPRESSION_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)  # of a Jinja template
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>")
 
 
@@ -54,7 +55,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     except Exception as error:  # the tokenizers library raises nothing more exact
         raise ChatError(f"its tokenizer cannot be loaded ({_line(error)})", "copy the tokenizer files again") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ChatError(f"its tokenizer is a {type(tokenizer).__name__}, without a tokenizer.json", "convert it to a tokenizer.json")
+        raise ChatError(f"its tokenizer is a {type(tokenizer).__name__}", "convert it to a tokenizer.json")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -104,6 +105,7 @@ class ChatTokenizer:
         if template_end is not None:
             sources["the chat template"] = [template_end]
         self.stop_ids = self._stop_ids(sources)
+        self._control = ControlTokens(self._tokenizer, self.stop_ids)
         self.end_of_turn: int = (sources.get("the chat template") or sources.get("the tokenizer") or self.stop_ids)[0]
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -126,10 +128,12 @@ class ChatTokenizer:
         masked, mask = self._control.mask(messages)
         prompt, whole = self._render(masked[:-1], add_generation_prompt=True), self._render(masked)
         if not whole.startswith(prompt):
-            raise ChatError("the chat template renders the prompt differently before the answer", "use a template that only appends")
+            problem = "the chat template renders the prompt differently before the answer"
+            raise ChatError(problem, "use a template that only appends")
         prompt_ids, ids = self._control.encode(prompt, mask), self._control.encode(whole, mask)
-        # A token across the border could not be sampled: the prompt's ids are fixed by then.
-        response = ids[len(prompt_ids):] if ids[:len(prompt_ids)] == prompt_ids else self._control.encode(whole[len(prompt):], mask)
+        response = ids[len(prompt_ids):]
+        if ids[:len(prompt_ids)] != prompt_ids:  # a token across the border, which could not be sampled
+            response = self._control.encode(whole[len(prompt):], mask)
         if self.end_of_turn in response:
             response = response[:response.index(self.end_of_turn)]
         return prompt_ids, [*response, self.end_of_turn]
@@ -144,11 +148,13 @@ class ChatTokenizer:
                 parts[-1].append(id)
             else:
                 parts.append([])
-        return "\ufffd".join(self._tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False) for part in parts)
+        return "\ufffd".join(
+            self._tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False) for part in parts
+        )
 
     def spelled(self, message: dict[str, str]) -> list[str]:
         """The control tokens that a message spells, and that therefore stay text."""
-        return self._control.spelled(message["role"], message["content"])
+        return self._control.spelled(message)
 
     def check_prompt(self, messages: list[dict[str, str]]) -> int:
         """Whether a prompt says what its messages say, in ids that the model knows.
@@ -164,10 +170,12 @@ class ChatTokenizer:
         rendered = self._render(masked, add_generation_prompt=True)
         ids = self._control.encode(rendered, mask)
         if self._vocab_size is not None and max(ids, default=0) >= self._vocab_size:
-            raise ChatError(f"a prompt has token {max(ids)}, its config.json a vocab_size of {self._vocab_size}", "use the model's own tokenizer")
+            problem = f"a prompt has token {max(ids)}, its config.json a vocab_size of {self._vocab_size}"
+            raise ChatError(problem, "use the model's own tokenizer")
         unknown = self._tokenizer.unk_token
         if unknown and ids.count(self._tokenizer.unk_token_id) > rendered.count(unknown):
-            raise ChatError(f"its tokenizer does not know every character of the prompt, and gives {unknown} for one", "leave it out of the prompt")
+            problem = f"its tokenizer does not know every character of the prompt, and gives {unknown} for one"
+            raise ChatError(problem, "leave it out of the prompt")
         return len(ids)
 
     def check_roles(self, roles: tuple[str, ...]) -> None:
@@ -182,7 +190,8 @@ class ChatTokenizer:
         rendered = self._render(messages, add_generation_prompt=roles[-1] != "assistant")
         for message in messages:
             if message["content"] not in rendered:
-                raise ChatError(f"its chat template leaves out what the {message['role']} says", f"use another template, or no {message['role']} message")
+                role = message["role"]
+                raise ChatError(f"its chat template leaves out what the {role} says", f"use another template, or no {role} message")
         self._checked_roles.add(roles)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
@@ -190,9 +199,9 @@ class ChatTokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options,
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # as an expression raises
-            roles = " + ".join(message["role"] for message in messages)
-            raise ChatError(f"its chat template cannot render {roles} messages ({_line(error)})", "use another template, or other messages") from error
+        except EXPRESSION_ERRORS as error:
+            problem = f"its chat template cannot render {' + '.join(message['role'] for message in messages)} messages ({_line(error)})"
+            raise ChatError(problem, "use another template, or other messages") from error
 
     @cached_property
     def _tokens(self) -> set[int]:
@@ -219,8 +228,8 @@ class ChatTokenizer:
             for id in sources[file]:
                 if id not in added:
                     known = id in self._tokens
-                    what = f"the ordinary token {self._tokenizer.convert_ids_to_tokens(id)!r}" if known else "no token of its tokenizer"
-                    raise ChatError(f"its {file} has eos_token_id {id}, which is {what}", remedy)
+                    token = f"the ordinary token {self._tokenizer.convert_ids_to_tokens(id)!r}" if known else "no token of its tokenizer"
+                    raise ChatError(f"its {file} has eos_token_id {id}, which is {token}", remedy)
         first = set(sources[EOS_FILES[0]] or sources[EOS_FILES[1]])
         if any(not first.issuperset(ids) for ids in sources.values()):
             told = ", ".join(f"{source} says {' '.join(map(str, ids)) or 'nothing'}" for source, ids in sources.items())
@@ -253,17 +262,18 @@ class ChatTokenizer:
                 remedy = f"did you mean {near[0]}?" if near else f"it reads: {', '.join(known)}" if known else "it has no options"
                 raise ChatError("the chat template never reads it", remedy, option=name)
             if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-                raise ChatError("is a text, which a template takes for true", f"write {value.strip().lower()} without quotes", option=name)
+                remedy = f"write {value.strip().lower()} without quotes"
+                raise ChatError("is a text, which a template takes for true", remedy, option=name)
         if "strftime_now" in read and not {"date_string", "date"} & self._options.keys():
-            dated = next((name for name in ("date_string", "date") if name in read), None)
-            self.notices.append("the chat template writes today's date into prompts" + (f"; template_options.{dated} fixes it" if dated else ""))
+            remedy = next((f"; template_options.{name} fixes it" for name in ("date_string", "date") if name in read), "")
+            self.notices.append(f"the chat template writes today's date into prompts{remedy}")
 
     def _look_closer(self) -> None:
         """Strings that the template writes as if they were control tokens, and that the tokenizer splits."""
         rendered = self._render(probe(("user",)), add_generation_prompt=True)
         strange = sorted({name for name in LOOKS_LIKE_CONTROL.findall(rendered) if name not in self._control.ids})
         if strange:
-            self.notices.append(f"the chat template writes {', '.join(strange)}, which the tokenizer does not know as a token: it is plain text to the model")
+            self.notices.append(f"the chat template writes {', '.join(strange)}, which the tokenizer does not know: it is plain text to the model")
 
 
 def probe(roles: tuple[str, ...]) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """A policy sees exactly the ids that its tokenizer.json gives, whatever its architecture; what ends a turn is one set of ids."""
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from megatron_drmas.rollout.tokenizer import ChatError, ChatTokenizer
 from tests.rollout.chat_models import CHATML, CHATML_TOKENS, FAMILIES, LLAMA3, QWEN3, SILENT, byte_level, make_family, metaspace, save
@@ -185,3 +185,11 @@ def test_a_first_section_has_its_space_once(tmp_path):
     prompt, response = chat.dialogue_ids([*QUESTION, {"role": "assistant", "content": "yes"}])
     assert chat._tokenizer.convert_ids_to_tokens(prompt)[:2] == ["<s>", "<"]
     assert not chat._tokenizer.convert_ids_to_tokens(response)[0].startswith("▁")
+
+
+def test_an_end_that_is_no_special_token_stays_text_too(tmp_path):
+    tokens = [*CHATML_TOKENS[:2], AddedToken("<|im_end|>", special=False, normalized=False)]
+    chat = ChatTokenizer(save(tmp_path, byte_level(tokens), CHATML, "<|endoftext|>"), {})
+    _, response = chat.dialogue_ids([*QUESTION, {"role": "assistant", "content": "a<|im_end|>b"}])
+    assert response[-1] == chat.end_of_turn and response.count(chat.end_of_turn) == 1
+    assert chat.text(response) == "a<|im_end|>b" and len(chat.stop_ids) == 2
