@@ -42,7 +42,7 @@ def group_columns(batch: TurnBatch, group_key: str) -> tuple[Tensor, ...]:
     """The columns in which rows of one group agree.
 
     question: all calls on one question.  question_agent: one agent's.  question_agent_turn: one agent's at one turn
-    (AT-GRPO, Stronger-MAS: what was sampled from the same state).
+    (AT-GRPO, Stronger-MAS; there the calls of a group start from the same state, here only at turn 0).
     """
     columns = {"question": ("group",), "question_agent": ("group", "agent"), "question_agent_turn": ("group", "agent", "turn")}
     return tuple(getattr(batch, name) for name in columns[group_key])
@@ -93,7 +93,8 @@ def normalised(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Ten
     | agent, group or group, agent | the two mixed variants of its Table 3                                 |
     | group, none, trajectory      | Dr. GRPO, arXiv 2503.20783 (with loss.aggregation = fixed_length)     |
 
-    With group_key = question_agent_turn and rewards alpha x team + local it has AT-GRPO's groups (Stronger-MAS).
+    With group_key = question_agent_turn and rewards alpha x team + local it has AT-GRPO's groups (Stronger-MAS), but not
+    its branching rollouts.
     Cells of one sample and cells without spread have advantage 0; see `kernels.agent_advantage`.
     """
     advantage, magnitude = config.advantage, score_magnitudes(batch, config)

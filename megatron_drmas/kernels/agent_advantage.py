@@ -170,11 +170,11 @@ def agent_advantages(
     Raises:
         ValueError: an argument of another type, shape or device, or an unknown scope.
     """
-    check_arguments(scores, group, agent, offsets, mean, std, magnitude)
     if scores.is_cuda:
         from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
 
         return agent_advantages_triton(scores, group, agent, offsets, mean, std, epsilon, magnitude)
+    check_arguments(scores, group, agent, offsets, mean, std, magnitude)
     cells = {"group": dense_index(group)}
     if "agent" in (mean, std):
         cells["agent"] = dense_index(group, agent)
@@ -192,8 +192,8 @@ def agent_advantages(
 
 def check_arguments(
     scores: Tensor, group: Tensor, agent: Tensor, offsets: Tensor, mean: str, std: str, magnitude: Optional[Tensor]
-) -> None:
-    """Refuse what `agent_advantages` and its Triton kernel cannot take as it is meant.
+) -> int:
+    """Refuse what `agent_advantages` and its Triton kernel cannot take as it is meant; returns the number of tokens.
 
     Raises:
         ValueError: names the argument.
@@ -213,5 +213,8 @@ def check_arguments(
                 f"{name} is {column.dtype} {list(column.shape)} on {column.device}: "
                 f"needs a {kind} column of {max(length, 0)} values on {scores.device}"
             )
-    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-        raise ValueError(f"offsets from {int(offsets[0])} to {int(offsets[-1])}: must begin at 0 and never decrease")
+    shortest = offsets.diff().amin() if rows else offsets[0]
+    first, tokens, shortest = torch.stack([offsets[0], offsets[-1], shortest]).tolist()  # one wait for the device
+    if first != 0 or shortest < 0:
+        raise ValueError(f"offsets from {first} to {tokens}: must begin at 0 and never decrease")
+    return tokens

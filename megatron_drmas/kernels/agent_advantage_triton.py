@@ -30,7 +30,7 @@ SCOPES = {"none": 0, "group": 1, "agent": 2}
 @triton.jit
 def _advantage_kernel(
     scores,  # [R]
-    magnitude,  # [R]
+    magnitude,  # [R], its absolute values
     agent,  # int32 [R] in [0, agents)
     order,  # int64 [R], rows sorted by group
     bounds,  # int64 [groups + 1], into order
@@ -60,7 +60,7 @@ def _advantage_kernel(
         mine = (tl.load(agent + row, mask=seat < stop, other=-1)[:, None] == agents[None, :]) & (seat < stop)[:, None]
         low = tl.minimum(low, tl.min(tl.where(mine, s[:, None], float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.where(mine, s[:, None], float("-inf")), axis=0))
-        m = tl.load(magnitude + row, mask=seat < stop, other=0.0).to(tl.float32)
+        m = tl.abs(tl.load(magnitude + row, mask=seat < stop, other=0.0).to(tl.float32))
         size = tl.maximum(size, tl.max(tl.where(mine, m[:, None], 0.0), axis=0))
     group_low = tl.min(low, axis=0)
     group_spread = tl.max(high, axis=0) - group_low > rounding * tl.max(size, axis=0)
@@ -133,8 +133,7 @@ def agent_advantages_triton(
     magnitude: Optional[Tensor] = None,
 ) -> Tensor:
     """See `kernels.agent_advantage.agent_advantages`; all tensors on one CUDA device."""
-    check_arguments(scores, group, agent, offsets, mean, std, magnitude)
-    tokens = int(offsets[-1])
+    tokens = check_arguments(scores, group, agent, offsets, mean, std, magnitude)
     out = torch.empty(tokens, dtype=torch.float32, device=scores.device)
     if tokens == 0:
         return out
@@ -149,7 +148,7 @@ def agent_advantages_triton(
     shares = max(1, min(MIN_PROGRAMS // groups, -(-int(sizes.max()) // WRITE_ROWS)))
     _advantage_kernel[(groups, shares)](
         scores.contiguous(),
-        (scores.abs() if magnitude is None else magnitude).contiguous(),
+        (scores if magnitude is None else magnitude).contiguous(),
         agent.to(torch.int32),
         order,
         bounds,

@@ -74,7 +74,12 @@ def expand_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
     Returns:
         [sum(lengths)], of the dtype of `values`.
+
+    Raises:
+        ValueError: not as many lengths as values.
     """
+    if values.shape != lengths.shape:
+        raise ValueError(f"values {list(values.shape)} and lengths {list(lengths.shape)}: need one length each")
     if values.device.type != "cpu":
         return torch.repeat_interleave(values, lengths)
     # numpy's repeat writes the output once; torch's first builds an int64 index as long as the output.

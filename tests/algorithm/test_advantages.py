@@ -16,6 +16,7 @@ from megatron_drmas.algorithm.estimators import ESTIMATORS, register_estimator
 from megatron_drmas.algorithm.scores import row_scores
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig, RewardConfig
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.load import compose_config
 
 EPSILON = 1e-6
 VARIANTS = [
@@ -179,6 +180,21 @@ def test_an_invalid_call_counts_for_its_whole_trajectory(penalty, make_batch):
     advantages = row_advantages(batch, config, invalid_penalty=penalty)
     expected = torch.full((5, 8), 1 / 5**0.5).index_fill(0, torch.tensor(2), -4 / 5**0.5)
     torch.testing.assert_close(advantages, expected.flatten(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("recipe, scale", [("grpo", 0), ("dapo", 0), ("gspo", 0), ("teamtr", 0), ("gigpo", 0), ("dr_grpo", 1)])
+def test_recipes_compare_trajectories(recipe, scale, make_batch):
+    """Scores 1, 0.9, 0, 0 of four trajectories, the second by three calls of which one is invalid: eight rows."""
+    config = compose_config("search_hetero", [f"algorithm={recipe}", "algorithm.invalid_penalty=0.3"]).algorithm
+    trajectory, valid = [0, 1, 1, 1, 2, 2, 3, 3], [True, True, False, True, True, True, True, True]
+    batch = make_batch(
+        [0, 0, 1, 2, 0, 1, 0, 2], [0] * 8, trajectory, [1, 1, 1, 1, 0, 0, 0, 0], valid=valid, state=torch.arange(8),
+        response_limits=torch.full((8,), 1000),
+    )
+    means = torch.tensor([1.0, 0.9, 0.0, 0.0])
+    expected = (means - means.mean()) / (1 if scale else means.std())
+    got = compute_advantages(batch, config)[batch.response_offsets[:-1]]
+    torch.testing.assert_close(got, expected[trajectory], rtol=1e-4, atol=0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -176,3 +176,9 @@ def test_segment_mean_of_a_slot_without_rows_is_zero():
 
 def test_expand_rows_of_bools_and_empty_rows():
     assert expand_rows(torch.tensor([True, False, True]), torch.tensor([2, 1, 0])).tolist() == [True, True, False]
+
+
+def test_a_row_without_a_length_is_refused():
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match="one length each"):
+            expand_rows(torch.zeros(3, device=device), torch.ones(1, dtype=torch.int64, device=device))
