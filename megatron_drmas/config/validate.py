@@ -27,7 +27,7 @@ from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
-from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.team.workflow import WORKFLOWS, workflow_options
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -209,6 +209,7 @@ def check_output(folder: Path) -> None:
 def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
+    workflow_options(config.team.workflow.name, workflow.Options, config.team.workflow.options)
     agents = config.team.agents
     if not config.policies:
         raise ConfigError("policies", None, "is empty", "define at least one policy")
