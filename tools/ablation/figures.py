@@ -13,6 +13,9 @@ import numpy as np
 from tools.ablation.tables import half_width
 
 
+LOG_SPAN = 1e4  # of a log axis: where nothing can be learned a norm is rounding, or 0
+
+
 def curve_figure(path: Path, panels: dict[str, dict[str, list[list[float]]]], columns: int) -> None:
     """Write the figure, a panel for each title.
 
@@ -28,6 +31,7 @@ def curve_figure(path: Path, panels: dict[str, dict[str, list[list[float]]]], co
         axis.set(title=title, xlabel="step")
         if "norm" in title:
             axis.set_yscale("log")
+            axis.set_ylim(bottom=axis.get_ylim()[1] / LOG_SPAN)
         axis.legend(fontsize="x-small")
     _save(figure, path)
 

@@ -146,7 +146,7 @@ class Replica:
             valid[number], reward[number] = self._grade(questions[group[number]], response)
         rows = [(number, turn, 0, ok) for number, context in enumerate(contexts) for turn, ok in enumerate(context.valid)]
         rows += [(number, len(contexts[number].valid), 1, valid[number]) for number in called]
-        return Rollout(_turn_batch(rows, group, reward), calls, responses)
+        return Rollout(turn_batch(rows, group, reward), calls, responses)
 
     def _grade(self, question: int, response: list[int]) -> tuple[bool, float]:
         key = (question, tuple(response))
@@ -254,7 +254,7 @@ def backward(model: TinyLlama, rollout: Rollout, advantages: Tensor, rows: Tenso
     policy_loss(inputs, config).loss.backward()
 
 
-def _turn_batch(rows: list[tuple[int, int, int, bool]], group: list[int], reward: list[float]) -> TurnBatch:
+def turn_batch(rows: list[tuple[int, int, int, bool]], group: list[int], reward: list[float]) -> TurnBatch:
     """Rows (trajectory, turn, agent, valid) as a batch of one response token each: statistics need no more."""
     trajectory, turn, agent, valid = (torch.tensor(column) for column in zip(*rows))
     count, ones = len(rows), torch.ones(len(rows), dtype=torch.bool)

@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Callable, Optional
+from typing import Any, Iterable, Optional
 
 from megatron_drmas.observability.history import write_atomically
 from tools.ablation.figures import point_figure
@@ -139,9 +139,9 @@ def _whole_table(part: Part, steps: int) -> list[str]:
             rows.append([
                 VARIANTS[variant].label, f"{rate:g}", str(len(of)), *(interval([final(run, "eval", mode) for run in of]) for mode in ("sampled", "greedy")),
                 "–" if variant == REFERENCE else interval(list(differences(reference, runs).values()), True),
-                number(_mean(of, "entropy", lambda values: values[-1])),
-                " ".join(f"{_mean(of, 'factor', lambda values: values[step]):.2f}" for step in (0, steps // 2 - 1, steps - 1)),
-                f"{_mean(of, 'zero', fmean):.0%}", f"{median(norms):.2f} / {max(norms):.2f}",
+                number(_known(run["entropy"][-1] for run in of)),
+                " ".join(number(_known(run["factor"][step] for run in of)) for step in (0, steps // 2 - 1, steps - 1)),
+                f"{_known(value for run in of for value in run['zero']):.0%}", f"{median(norms):.2f} / {max(norms):.2f}",
                 f"{fmean(count_spikes(run['norm']) for run in of):.2f}", number(median(signals) if signals else None),
             ])
     return table(
@@ -150,12 +150,7 @@ def _whole_table(part: Part, steps: int) -> list[str]:
     )
 
 
-def _mean(runs: list[dict], column: str, of: Callable[[list[float]], float]) -> float:
-    """Mean over runs of something of a column, steps without a value left out; nan if no run has any."""
-    values: list[Optional[float]] = []
-    for run in runs:
-        known = [value for value in run[column] if value is not None]
-        complete = len(known) == len(run[column])
-        values.append(of(run[column]) if complete else of(known) if of is fmean and known else None)
+def _known(values: Iterable[Optional[float]]) -> float:
+    """The mean of the values that are there; nan of none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else math.nan
