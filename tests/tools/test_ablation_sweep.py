@@ -123,11 +123,10 @@ def test_results_go_on_where_they_stopped(tmp_path):
 
 
 def fake_result(settings, dev, held_out):
-    steps = str(settings.steps)
-    match = {split: {steps: {"sampled": value, "greedy": value}} for split, value in (("dev", dev), ("eval", held_out))}
+    match = {split: {"sampled": value, "greedy": value} for split, value in (("dev", dev), ("eval", held_out))}
     columns = {name: [0.5] * settings.steps for name in ("reward", "called_match", "zero", "squared", "entropy", "norm")}
     return {
-        "settings": settings.__dict__, "seconds": 1.0, "evaluations": match, "signal": {"2": 0.25}, **columns,
+        "settings": settings.__dict__, "seconds": 1.0, "evaluations": match, "signal": 0.25, **columns,
         "factor": [2.5, None, 2.25, 2.0][:settings.steps],
     }
 
@@ -154,7 +153,7 @@ def test_the_report_pairs_by_seed_and_chooses_rates_on_dev(tmp_path, tiny_team):
 
 def test_a_rate_that_some_pairs_lack_cannot_win_by_it():
     def result(dev):
-        return {"settings": {"steps": 1}, "evaluations": {"dev": {"1": {"sampled": dev}}}}
+        return {"evaluations": {"dev": {"sampled": dev}}}
 
     part = Part(4, 8, 1, {("agent", 1e-3): {(0, 0): result(0.6), (0, 1): result(0.2)}, ("agent", 2e-3): {(0, 0): result(0.5)}})
     assert part.best_rate("agent") == 1e-3

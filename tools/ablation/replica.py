@@ -98,7 +98,7 @@ class Replica:
         Returns:
             JSON: `settings`, `seconds`; by step `reward`, `called` (rows), `called_match`, `factor`, `zero` (share of Answer's rows
             with advantage 0), `squared` (mean squared advantage), `entropy`, `norm` (largest of the step's updates);
-            `evaluations` {split: {step: {"sampled", "greedy"}}}; `signal` {step: signal-to-noise ratio}.
+            `evaluations` {split: {"sampled", "greedy"}} after the last step; `signal`, the signal-to-noise ratio at the middle step.
         """
         began = perf_counter()
         model = TinyLlama(model_folder)
@@ -107,20 +107,17 @@ class Replica:
         optimizer = torch.optim.AdamW(model.parameters, lr=settings.rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         order = torch.randperm(len(self.contexts["train"]), generator=torch.Generator().manual_seed(settings.seed))
         steps: dict[str, list] = {}
-        evaluations: dict[str, dict] = {"dev": {}, "eval": {}}
-        signal = {}
+        signal = None
         for step in range(1, settings.steps + 1):
             first = (step - 1) * settings.questions
             questions = [int(order[(first + i) % len(order)]) for i in range(settings.questions)]
             if step == settings.steps // 2:
-                signal[step] = self.signal_to_noise(model, settings)
+                signal = self.signal_to_noise(model, settings)
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + step)
             rollout = self.rollout(model, settings, questions, generator)
             for name, value in self._update(model, optimizer, rollout, settings, generator).items():
                 steps.setdefault(name, []).append(value)
-            if step in (settings.steps // 2, settings.steps):
-                for split, by_step in evaluations.items():
-                    by_step[step] = self.evaluate(model, split)
+        evaluations = {split: self.evaluate(model, split) for split in self._evaluations}
         return {
             "settings": asdict(settings), "seconds": round(perf_counter() - began, 2), "evaluations": evaluations, "signal": signal, **steps,
         }

@@ -55,7 +55,7 @@ class Part:
 
 def final(result: dict[str, Any], split: str, mode: str) -> float:
     """A run's exact match when called, after its last step."""
-    return result["evaluations"][split][str(result["settings"]["steps"])][mode]
+    return result["evaluations"][split][mode]
 
 
 def differences(one: dict[Pair, dict], other: dict[Pair, dict], mode: str = "sampled") -> dict[Pair, float]:
@@ -135,7 +135,7 @@ def _whole_table(part: Part, steps: int) -> list[str]:
             of = list(runs.values())
             reference = part.runs.get((REFERENCE, rate), {})
             norms = [norm for run in of for norm in run["norm"]]
-            signals = [value for run in of for value in run["signal"].values() if value is not None]
+            signals = [run["signal"] for run in of if run["signal"] is not None]
             rows.append([
                 VARIANTS[variant].label, f"{rate:g}", str(len(of)), *(interval([final(run, "eval", mode) for run in of]) for mode in ("sampled", "greedy")),
                 "–" if variant == REFERENCE else interval(list(differences(reference, runs).values()), True),
