@@ -106,11 +106,11 @@ def test_trajectory_weighting_gives_all_rows_of_a_trajectory_its_mean_score():
 def test_the_whole_experiment_is_ordered_so_that_what_is_finished_is_paired():
     runs = list(sweep.plan(parse([])))
     assert len(runs) == len(set(runs)) == 10 * 3 * 2 * 2 * 4 * 5
-    of_one_pair = len(runs) // 30
-    for start in range(0, len(runs), of_one_pair):
-        part = runs[start:start + of_one_pair]
-        assert len({(run.seed, run.warm_start) for run in part}) == 1
-        assert [run.updates for run in part] == sorted(run.updates for run in part)
+    of_one_pair = len(runs) // 60
+    pairs = [{(run.seed, run.updates, run.warm_start) for run in runs[start:start + of_one_pair]} for start in range(0, len(runs), of_one_pair)]
+    assert all(len(pair) == 1 for pair in pairs)
+    order = [pair.pop() for pair in pairs]
+    assert order == sorted(order)
 
 
 def test_results_go_on_where_they_stopped(tmp_path):

@@ -20,13 +20,13 @@ RESULTS = "replica.jsonl"
 
 
 def plan(args: argparse.Namespace) -> Iterator[Settings]:
-    """All runs, seed by seed, each seed on every warm start; within one, all that is compared first with one update, then more.
+    """All runs, seed by seed: on every warm start all that is compared with one update a batch, then with more.
 
-    So whatever is finished when the command is stopped is paired, apart from the last warm start of the last seed.
+    So whatever is finished when the command is stopped is paired, apart from the warm start that it was at.
     """
     for seed in args.seeds:
-        for warm_start in args.warm_starts:
-            for updates in sorted(args.updates):
+        for updates in sorted(args.updates):
+            for warm_start in args.warm_starts:
                 for questions, samples in args.sizes:
                     for rate in args.rates:
                         for variant in args.variants:
