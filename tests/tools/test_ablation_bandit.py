@@ -62,9 +62,13 @@ def test_agent_wise_rows_are_zero_where_a_cell_has_no_spread_and_else_at_least_a
 
 def test_advantages_are_of_the_calls_and_of_all_trajectories():
     returns, called = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64), torch.tensor([[True, True, False, False]])
-    assert call_advantages(returns, called, "group", "group").tolist() == [[pytest.approx(1.5, rel=1e-5), pytest.approx(-0.5, rel=1e-5), 0.0, 0.0]]
+    assert call_advantages(returns, called, "group", "group").tolist() == [
+        [pytest.approx(1.5, rel=1e-5), pytest.approx(-0.5, rel=1e-5), 0.0, 0.0]
+    ]
     half = 2**-0.5
-    assert call_advantages(returns, called, "agent", "agent").tolist() == [[pytest.approx(half, rel=1e-5), pytest.approx(-half, rel=1e-5), 0.0, 0.0]]
+    assert call_advantages(returns, called, "agent", "agent").tolist() == [
+        [pytest.approx(half, rel=1e-5), pytest.approx(-half, rel=1e-5), 0.0, 0.0]
+    ]
 
 
 def test_the_sign_decides_what_the_group_s_baseline_does():
@@ -82,7 +86,20 @@ def test_a_seed_s_run_does_not_depend_on_the_others():
 
 
 def test_the_command_writes_table_figure_and_data(tmp_path, repository):
-    command = [sys.executable, "-m", "tools.reproduce_ablation", "--bandit", "--seeds", "2", "--steps", "8", "--rates", "0.1", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.reproduce_ablation",
+        "--bandit",
+        "--seeds",
+        "2",
+        "--steps",
+        "8",
+        "--rates",
+        "0.1",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (tmp_path / "bandit.md").read_text().strip() and "| 2.414418 | 2.414418 |" in done.stdout

@@ -19,8 +19,15 @@ def folder(request, tmp_path_factory):
     """A random model of three layers whose heads share keys."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        tie_word_embeddings=True, max_position_embeddings=16384, initializer_range=0.4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+        initializer_range=0.4,
         rope_parameters=LLAMA3_ROPE if request.param == "llama3" else {"rope_type": "default", "rope_theta": 10000.0},
     )
     path = tmp_path_factory.mktemp(request.param)
@@ -50,7 +57,7 @@ def unshared_logprobs(model, calls, responses, temperature):
     rows = []
     for prompt, response in zip(calls.which.tolist(), responses.lists()):
         ids = torch.tensor([calls.prompts[prompt] + response])
-        logits = model(ids).logits[0, -len(response) - 1:-1] / temperature
+        logits = model(ids).logits[0, -len(response) - 1 : -1] / temperature
         rows.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0])
     return rows
 
@@ -64,7 +71,7 @@ def test_shared_computation_has_the_unshared_one_s_values_and_gradient(folder, c
     shared = response_logprobs(model, calls, responses, 0.6)
     ((shared * weight)[responses.mask]).sum().backward()
     expected = unshared_logprobs(reference, calls, responses, 0.6)
-    sum((row * weight[number, :len(row)]).sum() for number, row in enumerate(expected)).backward()
+    sum((row * weight[number, : len(row)]).sum() for number, row in enumerate(expected)).backward()
     torch.testing.assert_close(shared[responses.mask], torch.cat(expected), atol=1e-5, rtol=1e-5)
     for name, parameter in reference.named_parameters():
         difference = (model.weights[name.removeprefix("model.")].grad - parameter.grad).norm()
@@ -79,8 +86,12 @@ def test_sampling_is_the_inverse_distribution_and_its_logprobs_are_the_model_s(f
         assert END not in response[:-1] and (response[-1] == END or len(response) == limit)
         for k, token in enumerate(response):
             alone = Calls.of([calls.prompts[prompt] + response[:k]])
-            candidates = Responses(torch.arange(VOCABULARY)[:, None], torch.ones(VOCABULARY, 1, dtype=torch.bool), torch.zeros(VOCABULARY, 1))
-            every = response_logprobs(model, Calls(alone.prompts, torch.zeros(VOCABULARY, dtype=torch.int64)), candidates, 0.6)[:, 0]
+            candidates = Responses(
+                torch.arange(VOCABULARY)[:, None], torch.ones(VOCABULARY, 1, dtype=torch.bool), torch.zeros(VOCABULARY, 1)
+            )
+            every = response_logprobs(model, Calls(alone.prompts, torch.zeros(VOCABULARY, dtype=torch.int64)), candidates, 0.6)[
+                :, 0
+            ]
             cumulative = every.double().exp().cumsum(0)
             assert cumulative[token] - every[token].exp() - 1e-5 <= uniform[row, k] <= cumulative[token] + 1e-5
             assert drawn.logprobs[row, k].item() == pytest.approx(every[token].item(), abs=1e-5)

@@ -66,13 +66,18 @@ def test_a_rollout_has_every_trajectory_s_rows(replica, model):
     assert len(batch.trajectory.unique()) == 32 and batch.group.tolist() == (batch.trajectory // 8).tolist()
     assert int(answers.sum()) == len(rollout.calls) == len(rollout.responses.lists()) > 0
     answered = set(batch.trajectory[answers].tolist())
-    assert all(reward == 0 for trajectory, reward in zip(batch.trajectory.tolist(), batch.reward.tolist()) if trajectory not in answered)
+    assert all(
+        reward == 0 for trajectory, reward in zip(batch.trajectory.tolist(), batch.reward.tolist()) if trajectory not in answered
+    )
     last = {trajectory: turn for trajectory, turn in zip(batch.trajectory.tolist(), batch.turn.tolist())}
     assert all(batch.turn[answers] == torch.tensor([last[trajectory] for trajectory in batch.trajectory[answers].tolist()]))
 
 
 def test_runs_that_differ_in_variant_see_the_same_first_batch(replica, tiny_team):
-    runs = [replica.run(tiny_team / "llama", Settings(**{**SETTINGS.__dict__, "variant": variant})) for variant in ("agent", "group_step")]
+    runs = [
+        replica.run(tiny_team / "llama", Settings(**{**SETTINGS.__dict__, "variant": variant}))
+        for variant in ("agent", "group_step")
+    ]
     for column in ("reward", "called", "called_match", "factor", "entropy"):
         assert runs[0][column][0] == runs[1][column][0]
     assert runs[0]["norm"] != runs[1]["norm"]
@@ -107,7 +112,10 @@ def test_the_whole_experiment_is_ordered_so_that_what_is_finished_is_paired():
     runs = list(sweep.plan(parse([])))
     assert len(runs) == len(set(runs)) == 10 * 3 * 2 * 2 * 4 * 5
     of_one_pair = len(runs) // 60
-    pairs = [{(run.seed, run.updates, run.warm_start) for run in runs[start:start + of_one_pair]} for start in range(0, len(runs), of_one_pair)]
+    pairs = [
+        {(run.seed, run.updates, run.warm_start) for run in runs[start : start + of_one_pair]}
+        for start in range(0, len(runs), of_one_pair)
+    ]
     assert all(len(pair) == 1 for pair in pairs)
     order = [pair.pop() for pair in pairs]
     assert order == sorted(order)
@@ -126,16 +134,41 @@ def fake_result(settings, dev, held_out):
     match = {split: {"sampled": value, "greedy": value} for split, value in (("dev", dev), ("eval", held_out))}
     columns = {name: [0.5] * settings.steps for name in ("reward", "called_match", "zero", "squared", "entropy", "norm")}
     return {
-        "settings": settings.__dict__, "seconds": 1.0, "evaluations": match, "signal": 0.25, **columns,
-        "factor": [2.5, None, 2.25, 2.0][:settings.steps],
+        "settings": settings.__dict__,
+        "seconds": 1.0,
+        "evaluations": match,
+        "signal": 0.25,
+        **columns,
+        "factor": [2.5, None, 2.25, 2.0][: settings.steps],
     }
 
 
 def test_the_report_pairs_by_seed_and_chooses_rates_on_dev(tmp_path, tiny_team):
-    args = parse([
-        "--out", str(tmp_path), "--tiny-team", str(tiny_team), "--seeds", "0", "1", "--warm-starts", "0", "--variants", "agent", "group_step",
-        "--rates", "1e-3", "2e-3", "--sizes", "4x8", "--updates", "1", "--steps", "4",
-    ])
+    args = parse(
+        [
+            "--out",
+            str(tmp_path),
+            "--tiny-team",
+            str(tiny_team),
+            "--seeds",
+            "0",
+            "1",
+            "--warm-starts",
+            "0",
+            "--variants",
+            "agent",
+            "group_step",
+            "--rates",
+            "1e-3",
+            "2e-3",
+            "--sizes",
+            "4x8",
+            "--updates",
+            "1",
+            "--steps",
+            "4",
+        ]
+    )
     for settings in sweep.plan(args):
         gain = 0.25 if settings.variant == "agent" else 0.125 * settings.seed
         dev = settings.rate if settings.variant == "agent" else -settings.rate
@@ -170,7 +203,8 @@ def test_the_command_runs_only_what_is_missing(tmp_path, tiny_team, contexts, ca
     monkeypatch.setattr("tools.ablation.replica.Replica", Recorded)
     monkeypatch.setattr("tools.ablation.contexts.load_contexts", lambda tiny_team, path: contexts)
     monkeypatch.setattr("tools.ablation.warm_starts.warm_start", lambda tiny_team, out, seed: tiny_team / "llama")
-    options = ["--out", str(tmp_path), "--tiny-team", str(tiny_team), "--warm-starts", "0", "--rates", "1e-3", "--sizes", "4x8", "--updates", "1", "--steps", "4"]
+    options = ["--out", str(tmp_path), "--tiny-team", str(tiny_team), "--warm-starts", "0"]
+    options += ["--rates", "1e-3", "--sizes", "4x8", "--updates", "1", "--steps", "4"]
     main([*options, "--seeds", "0"])
     assert [run.variant for run in trained] == list(VARIANTS)
     main([*options, "--seeds", "0", "1"])
@@ -178,10 +212,17 @@ def test_the_command_runs_only_what_is_missing(tmp_path, tiny_team, contexts, ca
     assert "μ_k, σ_k" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option, value, said", [
-    ("--sizes", "16", "16x64"), ("--sizes", "4x1", "two samples"), ("--rates", "nan", "no number"), ("--keep", "1.5", "no number in [0, 1]"),
-    ("--seeds", "-1", "no whole number of at least 0"), ("--variants", "best", "invalid choice"),
-])
+@pytest.mark.parametrize(
+    "option, value, said",
+    [
+        ("--sizes", "16", "16x64"),
+        ("--sizes", "4x1", "two samples"),
+        ("--rates", "nan", "no number"),
+        ("--keep", "1.5", "no number in [0, 1]"),
+        ("--seeds", "-1", "no whole number of at least 0"),
+        ("--variants", "best", "invalid choice"),
+    ],
+)
 def test_a_wrong_option_is_refused(option, value, said, capsys):
     with pytest.raises(SystemExit):
         parse([option, value])

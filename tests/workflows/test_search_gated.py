@@ -132,25 +132,31 @@ def test_options_are_the_declared_ones_with_their_defaults(given_options):
     assert workflow_options("w", Typed, given_options) == Typed(**given_options)
 
 
-@pytest.mark.parametrize("options, key, said", [
-    ({"shar": 1.0}, "team.workflow.options.shar", "did you mean share?"),
-    ({"zzz": 1.0}, "team.workflow.options.zzz", "its options: share, rounds, strict"),
-    ({"rounds": 1.5}, "team.workflow.options.rounds", "use int"),
-    ({"share": "much"}, "team.workflow.options.share", "use float"),
-    ({"strict": [True]}, "team.workflow.options.strict", "use bool"),
-    ({"share": None}, "team.workflow.options.share", "use float"),
-])
+@pytest.mark.parametrize(
+    "options, key, said",
+    [
+        ({"shar": 1.0}, "team.workflow.options.shar", "did you mean share?"),
+        ({"zzz": 1.0}, "team.workflow.options.zzz", "its options: share, rounds, strict"),
+        ({"rounds": 1.5}, "team.workflow.options.rounds", "use int"),
+        ({"share": "much"}, "team.workflow.options.share", "use float"),
+        ({"strict": [True]}, "team.workflow.options.strict", "use bool"),
+        ({"share": None}, "team.workflow.options.share", "use float"),
+    ],
+)
 def test_a_wrong_option_is_named(options, key, said):
     with pytest.raises(ConfigError) as error:
         workflow_options("w", Typed, options)
     assert str(error.value).startswith(key) and said in str(error.value)
 
 
-@pytest.mark.parametrize("name, override, said", [
-    ("search_gated", "team.workflow.options.keep=1.5", "use a number in [0, 1]"),
-    ("search_gated", "team.workflow.options.keep=.nan", "team.workflow.options.keep"),
-    ("search_hetero", "+team.workflow.options.keep=0.5", "it has none"),
-])
+@pytest.mark.parametrize(
+    "name, override, said",
+    [
+        ("search_gated", "team.workflow.options.keep=1.5", "use a number in [0, 1]"),
+        ("search_gated", "team.workflow.options.keep=.nan", "team.workflow.options.keep"),
+        ("search_hetero", "+team.workflow.options.keep=0.5", "it has none"),
+    ],
+)
 def test_options_are_checked_before_a_run(name, override, said):
     with pytest.raises(ConfigError) as error:
         validate(compose_config(name, [override]), files=False)
@@ -158,6 +164,8 @@ def test_options_are_checked_before_a_run(name, override, said):
 
 
 def test_the_team_s_prompts_are_those_of_the_tiny_team():
-    gated, tiny = (yaml.safe_load((CONFIG_DIR / "team" / f"{name}.yaml").read_text())["agents"] for name in ("search_gated", "search_tiny"))
+    gated, tiny = (
+        yaml.safe_load((CONFIG_DIR / "team" / f"{name}.yaml").read_text())["agents"] for name in ("search_gated", "search_tiny")
+    )
     for agent in gated:
         assert {**gated[agent], "policy": "llama", "trainable": True} == {**tiny[agent], "trainable": True}

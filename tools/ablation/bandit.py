@@ -62,7 +62,8 @@ def call_advantages(returns: Tensor, called: Tensor, mean: str, std: str) -> Ten
     Args:
         returns: [..., samples], of all trajectories of a question.
         called: bool, which of them passed.
-        mean, std: "group", over all trajectories (Dr. MAS, arXiv 2602.08847, equation (2)); "agent", over the calls (equation (5)).
+        mean, std: "group", over all trajectories (Dr. MAS, arXiv 2602.08847, equation (2)), or "agent", over the calls (equation
+            (5)).
     """
     samples = returns.shape[-1]
     cell = torch.arange(returns.numel()).div(samples, rounding_mode="floor")

@@ -1,15 +1,16 @@
 """What the ablation's commands share: options, the tiny team, progress bars, and training runs in processes of their own."""
 
 import argparse
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatron_drmas.observability.history import read_json_lines
+from megatron_drmas.observability.history import read_json_lines, write_atomically
 
 PROG = "python -m tools.reproduce_ablation"
 PRECISIONS = ("fp32", "bf16", "fp8_emulated")
@@ -17,7 +18,9 @@ PRECISIONS = ("fp32", "bf16", "fp8_emulated")
 
 def command_parser(mode: str, description: str, out: str = "outputs/ablation") -> argparse.ArgumentParser:
     """A parser with the options of every command that uses the tiny team."""
-    parser = argparse.ArgumentParser(prog=f"{PROG} {mode}".strip(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} {mode}".strip(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(out), help="folder to write (default: %(default)s)")
     parser.add_argument(
         "--tiny-team", type=Path, default=Path("outputs/tiny_team"), help="made if it is not there (default: %(default)s)"
@@ -59,9 +62,32 @@ def prepare(args: argparse.Namespace) -> None:
         subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(args.tiny_team)], check=True)
 
 
+def keep_arguments(saved: Path, args: argparse.Namespace, names: Iterable[str]) -> None:
+    """Write down what the results of a folder depend on and their names do not say.
+
+    Args:
+        saved: JSON file of the folder, made by the first command.
+        names: attributes of `args`.
+
+    Raises:
+        SystemExit: the folder's results were made with other arguments.
+    """
+    arguments = {name: str(getattr(args, name)) for name in names}
+    if not saved.exists():
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(saved, json.dumps(arguments))
+    made = json.loads(saved.read_text())
+    for name, value in arguments.items():
+        if made[name] != value:
+            option = f"--{name.replace('_', '-')}"
+            sys.exit(f"reproduce_ablation: {saved.parent} was made with {option} {made[name]}, not {value}; choose another --out")
+
+
 def progress_bars() -> Progress:
     """Bars that show what runs, how far it is, and how long it will take."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )
 
 
 def steps_done(folder: Path) -> int:

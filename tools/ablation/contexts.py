@@ -57,8 +57,16 @@ class _Scripted:
 
     rewards_turns = False
 
-    def __init__(self, queries: list[tuple[str, Optional[str]]], lost: bool, environment: SearchEnvironment, question: Question, find: Any):
-        self._queries, self._lost, self._environment, self._question, self._find = iter(queries), lost, environment, question, find
+    def __init__(
+        self, queries: list[tuple[str, Optional[str]]], lost: bool, environment: SearchEnvironment, question: Question, find: Any
+    ):
+        self._queries, self._lost, self._environment, self._question, self._find = (
+            iter(queries),
+            lost,
+            environment,
+            question,
+            find,
+        )
         self.pending: tuple[str, dict] = ("", {})
 
     def chance(self, name: str) -> float:
@@ -124,7 +132,8 @@ class ContextStudy:
         width = SAMPLES[split] * len(kinds)
         return [
             QuestionContexts(
-                question.answers, self._gold(question.answers[0]),
+                question.answers,
+                self._gold(question.answers[0]),
                 tuple(contexts[number * width + i] for i in range(SAMPLES[split])),
                 tuple(contexts[number * width + i] for i in range(SAMPLES[split], width)),
             )
@@ -144,7 +153,7 @@ class ContextStudy:
         limit = self.config.team.agents["search"].max_response_tokens
         texts: list[str] = []
         for start in range(0, len(prompts), MODEL_ROWS):
-            calls = Calls.of([list(prompt) for prompt in prompts[start:start + MODEL_ROWS]])
+            calls = Calls.of([list(prompt) for prompt in prompts[start : start + MODEL_ROWS]])
             uniform = torch.rand(len(calls), limit, generator=self._generator, dtype=torch.float64)
             responses = sample(self.model, calls, uniform, self.config.rollout.temperature)
             texts += map(self.tokenizer.text, responses.lists())

@@ -12,7 +12,6 @@ import numpy as np
 
 from tools.ablation.tables import half_width
 
-
 LOG_SPAN = 1e4  # of a log axis: where nothing can be learned a norm is rounding, or 0
 
 
@@ -36,7 +35,9 @@ def curve_figure(path: Path, panels: dict[str, dict[str, list[list[float]]]], co
     _save(figure, path)
 
 
-def point_figure(path: Path, panels: dict[str, dict[str, list[tuple[float, list[float]]]]], columns: int, xlabel: str, ylabel: str) -> None:
+def point_figure(
+    path: Path, panels: dict[str, dict[str, list[tuple[float, list[float]]]]], columns: int, xlabel: str, ylabel: str
+) -> None:
     """Write the figure, a panel for each title.
 
     Args:
@@ -50,7 +51,15 @@ def point_figure(path: Path, panels: dict[str, dict[str, list[tuple[float, list[
             shift = 1 + 0.025 * (place - (len(lines) - 1) / 2)  # so that error bars do not hide one another
             x = [at * shift for at, _ in points]
             errors = [half_width(values) for _, values in points]
-            axis.errorbar(x, [fmean(values) for _, values in points], np.nan_to_num(errors), label=label, marker="o", markersize=3, capsize=2)
+            axis.errorbar(
+                x,
+                [fmean(values) for _, values in points],
+                np.nan_to_num(errors),
+                label=label,
+                marker="o",
+                markersize=3,
+                capsize=2,
+            )
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log")
         axis.legend(fontsize="x-small")
     _save(figure, path)

@@ -8,7 +8,6 @@ alone see the same questions, the same trajectories of Search and the same unifo
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Optional
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.early_warning import agent_statistics
-from megatron_drmas.algorithm.losses import LossInputs, policy_loss, token_weights
+from megatron_drmas.algorithm.losses import LossInputs, policy_loss
 from megatron_drmas.algorithm.minibatch import plan_minibatches
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.config.schema import AgentConfig
@@ -87,18 +86,21 @@ class Replica:
     def __init__(self, contexts: dict[str, list[QuestionContexts]], tokenizer: ChatTokenizer):
         self.contexts, self.tokenizer = contexts, tokenizer
         self._graded: dict[tuple[int, tuple[int, ...]], tuple[bool, float]] = {}
-        self._evaluations = {
-            split: [(of.gold, next(context.prompt for context in of.kept if context.prompt)) for of in contexts[split] if any(c.prompt for c in of.kept)]
-            for split in ("dev", "eval")
-        }
+        self._evaluations: dict[
+            str, list[tuple[tuple[int, ...], tuple[int, ...]]]
+        ] = {}  # gold and prompt, where Answer is called
+        for split in ("dev", "eval"):
+            prompts = ((of.gold, next((context.prompt for context in of.kept if context.prompt), None)) for of in contexts[split])
+            self._evaluations[split] = [(gold, prompt) for gold, prompt in prompts if prompt]
 
     def run(self, model_folder: Path, settings: Settings) -> dict:
         """One run from a warm start.
 
         Returns:
-            JSON: `settings`, `seconds`; by step `reward`, `called` (rows), `called_match`, `factor`, `zero` (share of Answer's rows
-            with advantage 0), `squared` (mean squared advantage), `entropy`, `norm` (largest of the step's updates);
-            `evaluations` {split: {"sampled", "greedy"}} after the last step; `signal`, the signal-to-noise ratio at the middle step.
+            JSON: `settings`, `seconds`; by step `reward`, `called` (rows), `called_match`, `factor`, `zero` (share of Answer's
+            rows with advantage 0), `squared` (mean squared advantage), `entropy`, `norm` (largest of the step's updates);
+            `evaluations` {split: {"sampled", "greedy"}} after the last step; `signal`, the signal-to-noise ratio at the middle
+            step.
         """
         began = perf_counter()
         model = TinyLlama(model_folder)
@@ -119,7 +121,11 @@ class Replica:
                 steps.setdefault(name, []).append(value)
         evaluations = {split: self.evaluate(model, split) for split in self._evaluations}
         return {
-            "settings": asdict(settings), "seconds": round(perf_counter() - began, 2), "evaluations": evaluations, "signal": signal, **steps,
+            "settings": asdict(settings),
+            "seconds": round(perf_counter() - began, 2),
+            "evaluations": evaluations,
+            "signal": signal,
+            **steps,
         }
 
     def rollout(self, model: TinyLlama, settings: Settings, questions: list[int], generator: torch.Generator) -> Rollout:
@@ -184,7 +190,7 @@ class Replica:
         gradients = []
         for number in range(RESAMPLES):
             generator = torch.Generator().manual_seed(SIGNAL_SEED + 1 + number)
-            rollout = self.rollout(model, settings, questions[:settings.questions].tolist(), generator)
+            rollout = self.rollout(model, settings, questions[: settings.questions].tolist(), generator)
             advantages = row_advantages(rollout.batch, settings.variant)[rollout.answers]
             backward(model, rollout, advantages, torch.arange(len(advantages)), False)
             gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters]))
@@ -245,8 +251,13 @@ def backward(model: TinyLlama, rollout: Rollout, advantages: Tensor, rows: Tenso
     logprobs = response_logprobs(model, rollout.calls.select(used), responses, TEMPERATURE)[row, column]
     sampled = responses.logprobs[row, column]
     inputs = LossInputs(
-        logprobs=logprobs, engine_logprobs=sampled, advantages=advantages[used][row], token_weights=torch.full_like(sampled, weight),
-        sequence=row, sequences=len(used), old_logprobs=sampled if ratios else None,
+        logprobs=logprobs,
+        engine_logprobs=sampled,
+        advantages=advantages[used][row],
+        token_weights=torch.full_like(sampled, weight),
+        sequence=row,
+        sequences=len(used),
+        old_logprobs=sampled if ratios else None,
     )
     policy_loss(inputs, config).loss.backward()
 
@@ -256,15 +267,26 @@ def turn_batch(rows: list[tuple[int, int, int, bool]], group: list[int], reward:
     trajectory, turn, agent, valid = (torch.tensor(column) for column in zip(*rows))
     count, ones = len(rows), torch.ones(len(rows), dtype=torch.bool)
     return TurnBatch(
-        tokens=torch.zeros(count, dtype=torch.int64), offsets=torch.arange(count + 1), prompt_lengths=torch.zeros(count, dtype=torch.int64),
-        engine_logprobs=torch.zeros(count), agent=agent, policy=agent, group=torch.tensor(group)[trajectory], trajectory=trajectory, turn=turn,
-        reward=torch.tensor(reward, dtype=torch.float32)[trajectory], valid=valid.bool(), trainable=ones,
-        weight_version=torch.zeros(count, dtype=torch.int64), agents=("search", "answer"), policies=("search", "answer"),
+        tokens=torch.zeros(count, dtype=torch.int64),
+        offsets=torch.arange(count + 1),
+        prompt_lengths=torch.zeros(count, dtype=torch.int64),
+        engine_logprobs=torch.zeros(count),
+        agent=agent,
+        policy=agent,
+        group=torch.tensor(group)[trajectory],
+        trajectory=trajectory,
+        turn=turn,
+        reward=torch.tensor(reward, dtype=torch.float32)[trajectory],
+        valid=valid.bool(),
+        trainable=ones,
+        weight_version=torch.zeros(count, dtype=torch.int64),
+        agents=("search", "answer"),
+        policies=("search", "answer"),
     )
 
 
 def _parts(items: list, size: int) -> list[list]:
-    return [items[start:start + size] for start in range(0, len(items), size)]
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _nothing() -> Responses:

@@ -70,8 +70,12 @@ def read_parts(args: argparse.Namespace) -> list[Part]:
         of = result["settings"]
         key = (of["questions"], of["samples"], of["updates"])
         wanted = (
-            key in parts and of["variant"] in args.variants and of["rate"] in args.rates and of["seed"] in args.seeds
-            and of["warm_start"] in args.warm_starts and (of["steps"], of["keep"], of["otherwise"]) == (args.steps, args.keep, args.otherwise)
+            key in parts
+            and of["variant"] in args.variants
+            and of["rate"] in args.rates
+            and of["seed"] in args.seeds
+            and of["warm_start"] in args.warm_starts
+            and (of["steps"], of["keep"], of["otherwise"]) == (args.steps, args.keep, args.otherwise)
         )
         if wanted:
             parts[key].setdefault((of["variant"], of["rate"]), {})[of["warm_start"], of["seed"]] = result
@@ -82,12 +86,15 @@ def write_report(args: argparse.Namespace) -> str:
     """Write DIR/replica.md and DIR/replica.png from the finished runs; the table."""
     parts = read_parts(args)
     lines = [
-        "# The gated tiny team, replicated", "",
-        f"{args.steps} steps; retrieval keeps the answer in {args.keep:.3g} of the trajectories, the others return {args.otherwise:g}. Exact match is of "
-        "the Answer agent's calls on held-out questions after the last step, sampled at temperature 0.6. Means ± half of a 95 % interval over runs "
-        "(Student's t); differences are paired by warm start and seed. Factor: of the lemma, at the first, middle and last step. Zero: share of Answer's "
-        "rows with advantage 0. Signal to noise: |E g|²/tr Cov(g) of the gradient at the middle step, the same questions sampled "
-        "again, median over runs. A spike is a step over 5 x the running median.", "",
+        "# The gated tiny team, replicated",
+        "",
+        f"{args.steps} steps; retrieval keeps the answer in {args.keep:.3g} of the trajectories, the others return "
+        f"{args.otherwise:g}. Exact match is of the Answer agent's calls on held-out questions after the last step, sampled at "
+        "temperature 0.6. Means ± half of a 95 % interval over runs (Student's t); differences are paired by warm start and seed. "
+        "Factor: of the lemma, at the first, middle and last step. Zero: share of Answer's rows with advantage 0. Signal to noise: "
+        "|E g|²/tr Cov(g) of the gradient at the middle step, the same questions sampled again, median over runs. A spike is a "
+        "step whose gradient norm is over 5 x its running median (one under a quarter of its largest value counts as that).",
+        "",
     ]
     for part in parts:
         lines += [f"## {part.title}", "", "Each variant at the rate that is best on dev:", "", *_best_table(part), ""]
@@ -100,7 +107,8 @@ def write_report(args: argparse.Namespace) -> str:
         panels = {
             part.title: {
                 VARIANTS[variant].label: [
-                    (rate, [final(result, "eval", "sampled") for result in part.runs[variant, rate].values()]) for rate in part.rates(variant)
+                    (rate, [final(result, "eval", "sampled") for result in part.runs[variant, rate].values()])
+                    for rate in part.rates(variant)
                 ]
                 for variant in part.variants
             }
@@ -115,7 +123,7 @@ def _best_table(part: Part) -> list[str]:
     rows = []
     for variant, rate in best.items():
         runs = part.runs[variant, rate]
-        cells = [VARIANTS[variant].label, f"{rate:g}", str(len(runs)), *(interval([final(run, "eval", mode) for run in runs.values()]) for mode in ("sampled", "greedy"))]
+        cells = [VARIANTS[variant].label, f"{rate:g}", str(len(runs)), *_matches(runs)]
         if variant == REFERENCE or REFERENCE not in best:
             rows.append([*cells, "–", "–"])
             continue
@@ -124,7 +132,9 @@ def _best_table(part: Part) -> list[str]:
         by_start = ", ".join(f"{fmean(value for (start, _), value in gained.items() if start == of):+.3f}" for of in starts)
         rows.append([*cells, interval(list(gained.values()), True), by_start or "–"])
     label = VARIANTS[REFERENCE].label
-    return table(["variant", "rate", "runs", "exact match, sampled", "greedy", f"{label} minus it", "the same by warm start"], rows)
+    return table(
+        ["variant", "rate", "runs", "exact match, sampled", "greedy", f"{label} minus it", "the same by warm start"], rows
+    )
 
 
 def _whole_table(part: Part, steps: int) -> list[str]:
@@ -136,18 +146,42 @@ def _whole_table(part: Part, steps: int) -> list[str]:
             reference = part.runs.get((REFERENCE, rate), {})
             norms = [norm for run in of for norm in run["norm"]]
             signals = [run["signal"] for run in of if run["signal"] is not None]
-            rows.append([
-                VARIANTS[variant].label, f"{rate:g}", str(len(of)), *(interval([final(run, "eval", mode) for run in of]) for mode in ("sampled", "greedy")),
-                "–" if variant == REFERENCE else interval(list(differences(reference, runs).values()), True),
-                number(_known(run["entropy"][-1] for run in of)),
-                " ".join(number(_known(run["factor"][step] for run in of)) for step in (0, steps // 2 - 1, steps - 1)),
-                f"{_known(value for run in of for value in run['zero']):.0%}", f"{median(norms):.2f} / {max(norms):.2f}",
-                f"{fmean(count_spikes(run['norm']) for run in of):.2f}", number(median(signals) if signals else None),
-            ])
+            rows.append(
+                [
+                    VARIANTS[variant].label,
+                    f"{rate:g}",
+                    str(len(of)),
+                    *_matches(runs),
+                    "–" if variant == REFERENCE else interval(list(differences(reference, runs).values()), True),
+                    number(_known(run["entropy"][-1] for run in of)),
+                    " ".join(number(_known(run["factor"][step] for run in of)) for step in (0, steps // 2 - 1, steps - 1)),
+                    f"{_known(value for run in of for value in run['zero']):.0%}",
+                    f"{median(norms):.2f} / {max(norms):.2f}",
+                    f"{fmean(count_spikes(run['norm']) for run in of):.2f}",
+                    number(median(signals) if signals else None),
+                ]
+            )
     return table(
-        ["variant", "rate", "runs", "exact match, sampled", "greedy", f"{VARIANTS[REFERENCE].label} minus it", "entropy at the end", "factor", "zero",
-         "norm, median / largest", "spikes a run", "signal to noise"], rows,
+        [
+            "variant",
+            "rate",
+            "runs",
+            "exact match, sampled",
+            "greedy",
+            f"{VARIANTS[REFERENCE].label} minus it",
+            "entropy at the end",
+            "factor",
+            "zero",
+            "norm, median / largest",
+            "spikes a run",
+            "signal to noise",
+        ],
+        rows,
     )
+
+
+def _matches(runs: dict[Pair, dict[str, Any]]) -> list[str]:
+    return [interval([final(run, "eval", mode) for run in runs.values()]) for mode in ("sampled", "greedy")]
 
 
 def _known(values: Iterable[Optional[float]]) -> float:

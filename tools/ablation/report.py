@@ -41,8 +41,8 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
         lines += ["", f"## Training, {precision}", "", *_trained_table(variants)]
     lines += [
         "",
-        "Means over seeds ± standard error. A spike is a step whose gradient norm, before clipping, is over 5 × its running median "
-        "(a running median under a quarter of its largest value counts as that).",
+        "Means over seeds ± standard error. A spike is a step whose gradient norm, before clipping, is over 5 × its running "
+        "median (a running median under a quarter of its largest value counts as that).",
         "The paper's column is Dr. MAS's Table 3, Qwen2.5-3B/7B on seven search sets: another task, to compare the order only.",
         "",
     ]
@@ -55,29 +55,43 @@ def _frozen_table(frozen: dict[str, dict]) -> list[str]:
     rows = []
     for name, values in frozen.items():
         norms = (values["grad_norm"].get(policy, {"mean": None, "max": None}) for policy in policies)
-        rows.append([
-            VARIANTS[name].label,
-            *(f"{number(norm['mean'])} ({number(norm['max'])})" for norm in norms),
-            *(number(values["squared_advantage"].get(agent)) for agent in agents),
-        ])
+        rows.append(
+            [
+                VARIANTS[name].label,
+                *(f"{number(norm['mean'])} ({number(norm['max'])})" for norm in norms),
+                *(number(values["squared_advantage"].get(agent)) for agent in agents),
+            ]
+        )
     return table(["variant", *(f"gradient norm {p}, mean (max)" for p in policies), *(f"E[A²] {a}" for a in agents)], rows)
 
 
 def _trained_table(variants: dict[str, dict]) -> list[str]:
     policies = sorted({policy for values in variants.values() for policy in values["spikes"]})
     header = [
-        "variant", "seeds", "exact match, sampled", "greedy", *(f"spikes {p}" for p in policies),
-        *(f"largest gradient norm {p}" for p in policies), "non-finite steps", "paper: avg@16 / pass@16",
+        "variant",
+        "seeds",
+        "exact match, sampled",
+        "greedy",
+        *(f"spikes {p}" for p in policies),
+        *(f"largest gradient norm {p}" for p in policies),
+        "non-finite steps",
+        "paper: avg@16 / pass@16",
     ]
     rows = []
     for name, values in variants.items():
         paper = VARIANTS[name].paper
-        rows.append([
-            VARIANTS[name].label, str(values["runs"]), _plus_minus(values["exact_match"]), _plus_minus(values["greedy"]),
-            *(_plus_minus(values["spikes"][policy]) for policy in policies),
-            *(_plus_minus(values["grad_norm_max"][policy]) for policy in policies), str(values["nonfinite_steps"]),
-            f"{paper[0]} / {paper[1]}" if paper else "–",
-        ])
+        rows.append(
+            [
+                VARIANTS[name].label,
+                str(values["runs"]),
+                _plus_minus(values["exact_match"]),
+                _plus_minus(values["greedy"]),
+                *(_plus_minus(values["spikes"][policy]) for policy in policies),
+                *(_plus_minus(values["grad_norm_max"][policy]) for policy in policies),
+                str(values["nonfinite_steps"]),
+                f"{paper[0]} / {paper[1]}" if paper else "–",
+            ]
+        )
     return table(header, rows)
 
 
@@ -114,10 +128,17 @@ def _spike_bars(axis, variants: dict[str, list[Run]], policies: list[str]) -> No
     kinds = [*policies, "non-finite"]
     for place, kind in enumerate(kinds):
         counts = [
-            [run.nonfinite if kind == "non-finite" else run.spikes.get(kind, 0) for run in of_variant] for of_variant in variants.values()
+            [run.nonfinite if kind == "non-finite" else run.spikes.get(kind, 0) for run in of_variant]
+            for of_variant in variants.values()
         ]
         means, errors = zip(*(mean_and_error([float(count) for count in of]) for of in counts))
-        axis.bar(np.arange(len(counts)) + (place - len(kinds) / 2 + 0.5) / (len(kinds) + 1), means, 0.9 / (len(kinds) + 1), yerr=errors, label=kind)
+        axis.bar(
+            np.arange(len(counts)) + (place - len(kinds) / 2 + 0.5) / (len(kinds) + 1),
+            means,
+            0.9 / (len(kinds) + 1),
+            yerr=errors,
+            label=kind,
+        )
     axis.set_xticks(range(len(variants)), [VARIANTS[name].label for name in variants], rotation=20, fontsize="small")
     axis.legend(fontsize="small")
 

@@ -31,7 +31,16 @@ def plan(args: argparse.Namespace) -> Iterator[Settings]:
                     for rate in args.rates:
                         for variant in args.variants:
                             yield Settings(
-                                warm_start, seed, questions, samples, updates, variant, rate, args.steps, args.keep, args.otherwise
+                                warm_start,
+                                seed,
+                                questions,
+                                samples,
+                                updates,
+                                variant,
+                                rate,
+                                args.steps,
+                                args.keep,
+                                args.otherwise,
                             )
 
 
@@ -79,7 +88,10 @@ def run_sweep(args: argparse.Namespace, bars: Progress) -> None:
     replica = Replica(load_contexts(args.tiny_team, args.out / "contexts.json"), ChatTokenizer(str(args.tiny_team / "llama"), {}))
     for settings in left:
         size = f"{settings.questions}x{settings.samples}"
-        bars.update(task, description=f"warm start {settings.warm_start} seed {settings.seed} {size} {settings.variant} lr {settings.rate:g}")
+        bars.update(
+            task,
+            description=f"warm start {settings.warm_start} seed {settings.seed} {size} {settings.variant} lr {settings.rate:g}",
+        )
         append_result(args.out, replica.run(folders[settings.warm_start], settings))
         bars.advance(task)
 

@@ -44,11 +44,20 @@ class TinyLlama:
 
     def __init__(self, folder: Path):
         config = json.loads((folder / "config.json").read_text())
-        if config["model_type"] != "llama" or not config["tie_word_embeddings"] or config.get("attention_bias") or config.get("mlp_bias"):
+        if (
+            config["model_type"] != "llama"
+            or not config["tie_word_embeddings"]
+            or config.get("attention_bias")
+            or config.get("mlp_bias")
+        ):
             raise ValueError(f"{folder}: the replica runs Llama architectures with tied embeddings and no biases")
-        self.layers, self.heads, self.groups = (config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads"))
+        self.layers, self.heads, self.groups = (
+            config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
+        )
         self.size, self.eps = config["head_dim"], config["rms_norm_eps"]
-        self.weights = {name.removeprefix("model."): value.float() for name, value in load_file(folder / "model.safetensors").items()}
+        self.weights = {
+            name.removeprefix("model."): value.float() for name, value in load_file(folder / "model.safetensors").items()
+        }
         self.weights.pop("lm_head.weight", None)
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
         rope = hf.rope_parameters["rope_type"]
@@ -85,7 +94,9 @@ class TinyLlama:
                 hidden = self._rest(layer, hidden, mixed.flatten(0, 1).index_select(0, place))
         return Prefix(cache, lengths)
 
-    def extend(self, prefix: Prefix, which: Tensor, tokens: Tensor, own: "list[KeyValue] | None" = None) -> tuple[Tensor, list[KeyValue]]:
+    def extend(
+        self, prefix: Prefix, which: Tensor, tokens: Tensor, own: "list[KeyValue] | None" = None
+    ) -> tuple[Tensor, list[KeyValue]]:
         """Run tokens that follow a prompt.
 
         Args:
@@ -111,7 +122,9 @@ class TinyLlama:
             if own:
                 key, value = torch.cat([own[layer][0], key], 1), torch.cat([own[layer][1], value], 1)
             kept.append((key, value))
-            whole = [torch.cat([shared.index_select(0, which), mine], 1) for shared, mine in zip(prefix.layers[layer], (key, value))]
+            whole = [
+                torch.cat([shared.index_select(0, which), mine], 1) for shared, mine in zip(prefix.layers[layer], (key, value))
+            ]
             mixed = self._attend(self._queries(layer, normed, turn), *whole, mask)
             hidden = self._rest(layer, hidden, mixed)
         return self._norm(hidden, "norm") @ self.weights["embed_tokens.weight"].T, kept

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 from rich.progress import Progress
 
@@ -60,7 +59,8 @@ def frozen_results(args: argparse.Namespace, bars: Progress) -> dict:
     for name, value in arguments.items():
         if frozen["arguments"][name] != value:
             option = f"--{name.replace('_', '-')}"
-            sys.exit(f"reproduce_ablation: {saved} was made with {option} {frozen['arguments'][name]}, not {value}; choose another --out")
+            made = frozen["arguments"][name]
+            sys.exit(f"reproduce_ablation: {saved} was made with {option} {made}, not {value}; choose another --out")
     return frozen
 
 
@@ -101,7 +101,9 @@ def train(
         *args.override,
     ]
     bars.update(task, description=f"{precision} {VARIANTS[variant].label} seed {seed}")
-    train_run(args.out / "runs", f"{precision}_{variant}_{seed}", settings, lambda steps: bars.update(task, completed=done + steps))
+    train_run(
+        args.out / "runs", f"{precision}_{variant}_{seed}", settings, lambda steps: bars.update(task, completed=done + steps)
+    )
 
 
 def collect_runs(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:

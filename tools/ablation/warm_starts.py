@@ -51,9 +51,17 @@ def _make(tiny_team: Path, folder: Path, seed: int) -> None:
         optimizer = OptimizerConfig(lr=1e-3, beta2=0.95, decay="linear", decay_steps=2 * STEPS, warmup_steps=10)
         tuned = finetune(
             SftConfig(
-                name="warm_start", policy=PolicyConfig(model=str(tiny_team / "llama"), optimizer=optimizer),
-                precision=PrecisionConfig(mode="fp32"), data=str(data), steps=STEPS, batch_size=BATCH, prompt_weight=0.3, shuffle=False,
-                seed=seed, output_dir=scratch, device="cpu",
+                name="warm_start",
+                policy=PolicyConfig(model=str(tiny_team / "llama"), optimizer=optimizer),
+                precision=PrecisionConfig(mode="fp32"),
+                data=str(data),
+                steps=STEPS,
+                batch_size=BATCH,
+                prompt_weight=0.3,
+                shuffle=False,
+                seed=seed,
+                output_dir=scratch,
+                device="cpu",
             )
         )
         beside = folder.with_name(f"{folder.name}.part")
