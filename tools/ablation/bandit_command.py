@@ -87,9 +87,10 @@ def main(argv: list[str]) -> None:
         "# A bandit with a conditional role",
         "",
         f"{args.seeds} seeds, {task.questions} questions, {task.samples} trajectories of each, of which {task.gate:.0%} call the "
-        f"Finisher; {args.steps} steps of Adam, gradient norm clipped at 1. Reward: probability that the Finisher is right, after "
-        "training. Means ± half of a 95 % interval over seeds (Student's t); differences are paired by seed. Spikes, over all "
-        "seeds: steps whose gradient norm is over 5 x its running median (one under a quarter of its largest value counts as that).",
+        f"Finisher; {args.steps} steps of Adam, gradient norm clipped at 1. Reward: probability that the Finisher is right, "
+        "after training. Means ± half of a 95 % interval over seeds (Student's t); differences are paired by seed. Spikes, over "
+        "all seeds: steps whose gradient norm is over 5 x its running median (one under a quarter of its largest value "
+        "counts as that).",
         "",
     ]
     data = {}

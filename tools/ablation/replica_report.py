@@ -90,10 +90,11 @@ def write_report(args: argparse.Namespace) -> str:
         "",
         f"{args.steps} steps; retrieval keeps the answer in {args.keep:.3g} of the trajectories, the others return "
         f"{args.otherwise:g}. Exact match is of the Answer agent's calls on held-out questions after the last step, sampled at "
-        "temperature 0.6. Means ± half of a 95 % interval over runs (Student's t); differences are paired by warm start and seed. "
-        "Factor: of the lemma, at the first, middle and last step. Zero: share of Answer's rows with advantage 0. Signal to noise: "
-        "|E g|²/tr Cov(g) of the gradient at the middle step, the same questions sampled again, median over runs. A spike is a "
-        "step whose gradient norm is over 5 x its running median (one under a quarter of its largest value counts as that).",
+        "temperature 0.6. Means ± half of a 95 % interval over runs (Student's t); differences are paired by warm start and "
+        "seed. Factor: of the lemma, at the first, middle and last step. Zero: share of Answer's rows with advantage 0. "
+        "Signal to noise: |E g|²/tr Cov(g) of the gradient at the middle step, the same questions sampled again, median over "
+        "runs. A spike is a step whose gradient norm is over 5 x its running median (one under a quarter of its largest value "
+        "counts as that).",
         "",
     ]
     for part in parts:
