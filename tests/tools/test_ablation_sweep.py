@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tools.ablation.replica_command import main, parse
 from tools.ablation.replica_report import Part, write_report
 from tools.ablation.tiny_lm import TinyLlama
 from tools.ablation.variants import VARIANTS
+from tools.ablation.warm_starts import warm_start
 from tools.tiny_team.__main__ import copy_team
 
 SETTINGS = Settings(warm_start=0, seed=0, questions=4, samples=8, updates=1, variant="agent", rate=5e-4, steps=4)
@@ -231,3 +234,18 @@ def test_a_wrong_option_is_refused(option, value, said, capsys):
 
 def test_a_result_is_strict_json(replica, tiny_team):
     json.dumps(replica.run(tiny_team / "llama", SETTINGS), allow_nan=False)
+
+
+def test_a_warm_start_is_made_once_and_weakens_the_policy(tiny_team, tmp_path, repository):
+    script = (
+        "import sys; from pathlib import Path; import tools.ablation.warm_starts as made; made.STEPS = 6; made.BATCH = 4; "
+        "print(made.warm_start(Path(sys.argv[1]), Path(sys.argv[2]), 7))"
+    )
+    command = [sys.executable, "-c", script, str(tiny_team), str(tmp_path)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "warm_starts" / "7"
+    assert done.stdout.strip() == str(folder) and [of.name for of in folder.parent.iterdir()] == ["7"]
+    before, after = TinyLlama(tiny_team / "llama").weights, TinyLlama(folder).weights
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    assert warm_start(tmp_path / "no team", tmp_path, 7) == folder, "what is there is not made again"
