@@ -249,3 +249,10 @@ def test_a_warm_start_is_made_once_and_weakens_the_policy(tiny_team, tmp_path, r
     before, after = TinyLlama(tiny_team / "llama").weights, TinyLlama(folder).weights
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
     assert warm_start(tmp_path / "no team", tmp_path, 7) == folder, "what is there is not made again"
+
+
+def test_a_run_in_which_answer_never_speaks_learns_nothing(replica, tiny_team, model):
+    result = replica.run(tiny_team / "llama", Settings(**{**SETTINGS.__dict__, "keep": 0.0}))
+    assert result["called"] == [0] * 4 and result["norm"] == [0.0] * 4 and result["signal"] is None
+    assert result["called_match"] == result["factor"] == result["zero"] == [None] * 4
+    assert result["evaluations"]["eval"] == replica.evaluate(model, "eval")

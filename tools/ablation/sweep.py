@@ -84,7 +84,11 @@ def run_sweep(args: argparse.Namespace, bars: Progress) -> None:
     task = bars.add_task("replica", total=len(runs), completed=len(runs) - len(left))
     if not left:
         return
-    folders = {seed: warm_start(args.tiny_team, args.out, seed) for seed in args.warm_starts}
+    folders = {}
+    for seed in args.warm_starts:
+        bars.update(task, description=f"warm start {seed}")
+        folders[seed] = warm_start(args.tiny_team, args.out, seed)
+    bars.update(task, description="the Search agent's trajectories")
     replica = Replica(load_contexts(args.tiny_team, args.out / "contexts.json"), ChatTokenizer(str(args.tiny_team / "llama"), {}))
     for settings in left:
         size = f"{settings.questions}x{settings.samples}"
