@@ -115,6 +115,7 @@ class WorkflowConfig:
     max_turns: int = 4
     history: int = 4  # how many past turns a prompt shows
     width: int = 3  # calls that run at the same time: voting's candidates, orch_workers' strategies at most
+    options: dict[str, Any] = field(default_factory=dict)  # settings of this workflow alone; its `Options` declares them
 
 
 @dataclass

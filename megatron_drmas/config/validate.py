@@ -29,7 +29,7 @@ from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corp
 from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
-from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.team.workflow import WORKFLOWS, workflow_options
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -238,6 +238,7 @@ def _check_health(config: HealthConfig) -> None:
 def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
+    workflow_options(config.team.workflow.name, workflow.Options, config.team.workflow.options)
     agents = config.team.agents
     if config.team.workflow.max_turns < workflow.min_turns:
         problem = f"leaves an agent of workflow {config.team.workflow.name!r} without a call"

@@ -191,10 +191,17 @@ class _TrajectoryContext:
         return await self.reward(Outcome(answer))
 
     async def reward(self, outcome: Outcome) -> float:
-        """The environment's return of an outcome; an answer is graded once."""
+        """The return of an outcome: its own, or the environment's, who grades an answer once."""
+        if outcome.reward is not None:
+            return outcome.reward
         if outcome.answer not in self._grades:
             self._grades[outcome.answer] = await self._collector.environment.reward(self._trajectory.question, outcome)
         return self._grades[outcome.answer]
+
+    def chance(self, name: str) -> float:
+        """Drawn from the run's seed and the trajectory's place in the run, so a continued run draws the same."""
+        place = (self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample)
+        return call_seed(self._collector.seed, *place, "chance", name) / 2**31
 
     def supports(self, passages: list[str]) -> bool:
         return self._collector.environment.supports(self._trajectory.question, passages)

@@ -42,6 +42,7 @@ class Outcome:
 
     answer: Optional[str]  # None: the team gave none
     info: dict[str, Any] = field(default_factory=dict)
+    reward: Optional[float] = None  # the trajectory's return where the workflow decides it; None: the environment grades the answer
 
 
 @dataclass
