@@ -76,8 +76,9 @@ def sample_statistics(
         return scores, cell_statistics(scores, cell, cells, magnitude)
     unit, units = dense_index(cell, trajectory)
     means = segment_mean(scores, unit, units)
-    row = torch.full((units,), -1, dtype=torch.int64, device=cell.device).scatter_(0, unit, torch.arange(len(cell), device=cell.device))
-    row = row[row >= 0]  # one of each unit that has rows
+    rows = torch.arange(len(cell), device=cell.device)
+    row = rows.new_full((units,), -1).scatter_(0, unit, rows)
+    row = row[row >= 0]  # one of each unit that has any
     size = segment_mean(magnitude, unit, units)
     return means[unit], cell_statistics(means[unit[row]], cell[row], cells, size[unit[row]])
 
@@ -156,7 +157,8 @@ def gigpo(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 
     A_episode is `normalised`.  A_step normalises the discounted return from each call on among the calls of a group
     that started from the same state (the anchor, column `state`), of the same agent where mean or std is agent; whatever
-    `weighting` is, each of these calls is a sample of it.  A call's reward is what its score has beyond the trajectory's return, which is paid once, at the last call.
+    `weighting` is, each of these calls is a sample of it.
+    A call's reward is what its score has beyond the trajectory's return, which is paid once, at the last call.
     """
     advantage = config.advantage
     state = required_column(batch, "state", "algorithm.advantage.estimator = gigpo")

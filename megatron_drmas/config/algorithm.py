@@ -38,7 +38,7 @@ class AdvantageConfig:
     estimator: str = "normalised"  # normalised | rloo | reinforce_pp_baseline | gigpo, or another registered name
     mean: str = "agent"  # group | agent: whose rows make the baseline
     std: str = "agent"  # group | agent | none: whose rows make the scale
-    weighting: str = "step"  # step: every call is a sample | trajectory: every trajectory, its calls' scores replaced by their mean
+    weighting: str = "step"  # step: every call is a sample | trajectory: every trajectory is, by the mean of its calls
     group_key: str = "question"  # question | question_agent | question_agent_turn: what is compared with one another
     epsilon: float = 1e-6  # added to the std
     clip: float = 0.0  # advantages are clipped to plus or minus this (TeamTR's A_max); 0: off

@@ -75,7 +75,9 @@ def _check(temperature: float, rows: Tensor, targets: Tensor, width: int) -> Non
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature = {temperature}: log-probs need a positive one; greedy samples cannot be trained on")
     if targets.dtype != torch.int64 or rows.shape != (*targets.shape, width) or targets.dim() != 1:
-        raise ValueError(f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] beside [n, {width}], not {list(rows.shape)}")
+        raise ValueError(
+            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] beside [n, {width}], not {list(rows.shape)}"
+        )
 
 
 def _real_columns(columns: int, group: Optional[dist.ProcessGroup], vocab_size: Optional[int]) -> tuple[int, int]:
