@@ -78,8 +78,14 @@ def main() -> int:
     from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
-        for record in asyncio.run(evaluate_checkpoints(config)):
-            print(json.dumps(asdict(record)))
+        from megatron_drmas.cluster.process import ProcessFailure
+        from megatron_drmas.rollout.client import EngineTimeout
+
+        try:
+            for record in asyncio.run(evaluate_checkpoints(config)):
+                print(json.dumps(asdict(record)))
+        except (ProcessFailure, EngineTimeout) as failure:
+            sys.exit(f"evaluate: {failure}")
 
     return run_command("python -m megatron_drmas.evaluate", command, validate)
 

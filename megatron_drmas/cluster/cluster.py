@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Optional
@@ -14,6 +13,7 @@ import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.ray_start import RaySession
 from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
@@ -23,8 +23,6 @@ from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
-
-OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
 
 Phase = Callable[[str], ContextManager[Any]]
 
@@ -71,8 +69,10 @@ class Cluster:
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)
         with self._phase("start Ray"):
-            start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
-            self._stack.callback(ray.shutdown)
+            processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
+            session = RaySession(processes, config.cluster.start_timeout_s, self.run_dir / "logs")
+            self._stack.callback(session.stop)
+            await session.start()
             bundles = await _reserve(config, device)
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
@@ -140,20 +140,6 @@ class Cluster:
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
-
-
-def start_ray(processes: int) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one on loopback.
-
-    Args:
-        processes: how many workers a cluster of our own keeps ready.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # devices are set by `placement`, not by Ray
-    quiet = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(num_cpus=processes, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
 
 
 async def _reserve(config: RunConfig, device: str) -> Optional[Any]:

@@ -20,6 +20,7 @@ from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
+from megatron_drmas.cluster.ray_start import check_ray
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
@@ -87,6 +88,8 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     _check_environment(config, files)
     device = resolve_device(config)
     place(config, device)
+    if machine:
+        check_ray(config.cluster.nodes if device == "cuda" else 1)
     warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.
