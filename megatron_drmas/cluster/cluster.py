@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.ray_start import RaySession
 from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
@@ -28,7 +28,6 @@ from megatron_drmas.team.team import Team
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
 FAILURES = (ProcessFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
-OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
 
 Phase = Callable[[str], ContextManager[Any]]
 
@@ -92,8 +91,10 @@ class Cluster:
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)
         with self._phase("start Ray"):
-            start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
-            self._stack.callback(ray.shutdown)
+            processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
+            session = RaySession(processes, config.cluster.start_timeout_s, self.run_dir / "logs")
+            self._stack.callback(session.stop)
+            await session.start()
             bundles = await _reserve(config, device)
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
@@ -165,20 +166,6 @@ class Cluster:
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
-
-
-def start_ray(processes: int) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one on loopback.
-
-    Args:
-        processes: how many workers a cluster of our own keeps ready.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # devices are set by `placement`, not by Ray
-    quiet = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(num_cpus=processes, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
 
 
 async def _reserve(config: RunConfig, device: str) -> Optional[Any]:

@@ -1,6 +1,5 @@
 """Everything about a configuration that can be wrong and can be seen before a process starts."""
 
-import json
 import math
 import tempfile
 from dataclasses import fields, is_dataclass
@@ -20,6 +19,7 @@ from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
+from megatron_drmas.cluster.ray_start import check_ray
 from megatron_drmas.config.check_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
@@ -98,6 +98,8 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     _check_environment(config, files)
     device = resolve_device(config)
     place(config, device)
+    if machine:
+        check_ray(config.cluster.nodes if device == "cuda" else 1)
     warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.

@@ -15,7 +15,7 @@ from jinja2 import Environment, TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerFast
 
-from megatron_drmas.rollout.control_tokens import ControlTokens, Mask
+from megatron_drmas.rollout.control_tokens import ControlTokens
 
 EOS_FILES = ("generation_config.json", "config.json")
 OWN_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}  # no options
