@@ -159,6 +159,12 @@ class Branch:
     async def retrieve(self, query):
         return [f"about {query}"]
 
+    def chance(self, name):
+        return 0.0
+
+    def supports(self, passages):
+        return True
+
 
 @pytest.mark.parametrize("name, lines, judged", [
     ("math", {"solver": ["s1"], "verifier": ["approve"]}, [-1, 1]),
