@@ -1,4 +1,4 @@
-"""Evaluation of a team on held-out questions; also a command.
+"""Evaluation of a team; also a command.
 
     python -m megatron_drmas.evaluate [--config-name NAME] [key=value …]
 
@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from megatron_drmas.config.schema import EvaluationConfig, RunConfig
 from megatron_drmas.data.questions import Question
+from megatron_drmas.observability.health import UnhealthyRun, refusal
 from megatron_drmas.observability.records import GREEDY, SAMPLED, EvaluationRecord
 from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.team.trajectory import Trajectory
@@ -45,10 +46,10 @@ async def evaluate(
     for group, average in averages.items():
         by_source[_source(questions[group])].append(average)
     record = EvaluationRecord(
-        step=step, mode=mode, questions=len(averages), samples=samples,
+        step=step, mode=mode, questions=len(averages), trained_on=sum(questions[group].in_training for group in averages), samples=samples,
         exact_match=_mean(averages.values()), pass_at_k=_mean(float(max(values) > 0) for values in rewards.values()),
         by_source={source: {"exact_match": _mean(values), "questions": len(values)} for source, values in sorted(by_source.items())},
-        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)), trajectories=len(trajectories),
     )
     return record, trajectories
 
@@ -64,23 +65,41 @@ def _mean(values) -> float:
 
 
 async def evaluate_checkpoints(config: RunConfig) -> list[EvaluationRecord]:
-    """Start engines on the policies' model folders and evaluate."""
-    from megatron_drmas.cluster.cluster import Cluster
-    from megatron_drmas.data.questions import load_questions
+    """Start engines on the policies' model folders and evaluate.
 
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+    Raises:
+        UnhealthyRun: too many trajectories are masked for an average to mean anything.
+    """
+    from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.data.question_sets import load_question_sets
+
+    questions = load_question_sets(config.data).evaluation
     async with Cluster(config, actors=False) as cluster:
-        return [(await evaluate(cluster.collector, questions, 0, *mode))[0] for mode in evaluation_modes(config.evaluation)]
+        found = []
+        for mode, samples, sampling in evaluation_modes(config.evaluation):
+            record, trajectories = await evaluate(cluster.collector, questions, 0, mode, samples, sampling)
+            problem = refusal(trajectories, config.health, f"the {mode} evaluation does not count")
+            if problem:
+                raise UnhealthyRun(problem)
+            found.append(record)
+        return found
 
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.validate import validate
 
     def command(config: RunConfig) -> None:
-        for record in asyncio.run(evaluate_checkpoints(config)):
+        from megatron_drmas.cluster.cluster import FAILURES
+
+        try:
+            records = asyncio.run(evaluate_checkpoints(config))
+        except (UnhealthyRun, *FAILURES) as failure:
+            sys.exit(f"evaluate: {failure}")
+        for record in records:
             print(json.dumps(asdict(record)))
 
-    return run_command("python -m megatron_drmas.evaluate", command)
+    return run_command("python -m megatron_drmas.evaluate", command, validate)
 
 
 if __name__ == "__main__":

@@ -21,28 +21,29 @@ async def train(config: RunConfig) -> None:
     Raises:
         ConfigError: the run folder's checkpoint belongs to a run that was configured differently.
         ProcessFailure: an actor, an engine or the retrieval server failed.
+        UnhealthyRun: going on would waste the run's time or ruin what it has learned (`config.HealthConfig`).
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
     from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
-    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.checkpointing import Checkpoints, Saver
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.cluster.signals import StopRequest
     from megatron_drmas.config.load import to_dict
-    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.data.sampler import QuestionSampler
+    from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
     from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
     from megatron_drmas.observability.step_record import step_record, trajectory_records
 
-    questions = load_questions(config.data.train, "data.train")
+    sets = load_question_sets(config.data)
+    questions = sets.train
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
-    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
-    if not learning:
-        raise ConfigError("team.agents", list(agents), "no agent learns: each, or its policy, is not trainable", "let one learn, or use megatron_drmas.evaluate")
+    learning = learning_agents(config)
     stages = [(learning, sampling)]
     if config.algorithm.sequential:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
@@ -58,19 +59,25 @@ async def train(config: RunConfig) -> None:
         print("nothing left to do:", *last_words(run_dir, finished), sep="\n")
         return
 
-    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step=done if resumed else None) as log:
+    resume_step = done if resumed else None
+    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
+        if resumed and folder != checkpoints.complete()[-1]:
+            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         stop = StopRequest()
-        async with Cluster(config, log.phase) as cluster:
+        async with (
+            Cluster(config, log.phase, log.note, log.log_restart) as cluster,
+            Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
+        ):
             if resumed:
                 with log.phase("load checkpoint"):
                     sampler.load_state_dict(state["sampler"])
                     await cluster.load(folder)
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done * len(stages), verify=True)
-            if not resumed:
-                checkpoints.clear()  # only now: the new run has come as far as starting
+            checkpoints.clear(after=done)  # only now: the run has come as far as starting
             log.started()
-            await evaluate_team(cluster, log, done)
+            saver.updated(done)
+            await evaluate_team(cluster, log, sets.evaluation, done)
 
             for step in range(done + 1, config.steps + 1):
                 metrics, tokens_before = {}, cluster.generated_tokens
@@ -81,62 +88,98 @@ async def train(config: RunConfig) -> None:
                             lambda count: [questions[index] for index in sampler.draw(count)],
                             config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
                         )
+                    problem = refusal(trajectories, config.health, f"step {step} is not trained on")
+                    if problem:
+                        log.log_refused(step, problem, count_causes(trajectories), trajectory_records(trajectories))
+                        raise UnhealthyRun(problem)
                     with log.phase("advantages"):
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
                     with log.phase("update"):
+                        saver.updating()
                         metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
                     with log.phase("weight_sync"):
                         await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
-                log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
+                problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
                 log.log_trajectories(step, trajectory_records(trajectories))
+                saver.updated(step)
                 last = step == config.steps
                 if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
-                    with log.phase("checkpoint"):
-                        await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
+                    await saver.save()
                 if stop.requested:
                     sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
-                await evaluate_team(cluster, log, step)
+                if problem and not last:
+                    raise UnhealthyRun(problem)
+                await evaluate_team(cluster, log, sets.evaluation, step)
 
             if config.checkpoint.export:
                 with log.phase("export"):
                     await cluster.export(run_dir / "hf")
 
 
-async def evaluate_team(cluster, log, step: int) -> None:
-    """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
-    from megatron_drmas.data.questions import load_questions
+async def evaluate_team(cluster, log, questions: list, step: int) -> None:
+    """Evaluate on the questions in every mode that is due after `step` steps and not in the log, and log it."""
     from megatron_drmas.evaluate import evaluate, evaluation_modes
+    from megatron_drmas.observability.health import UnhealthyRun, refusal
     from megatron_drmas.observability.step_record import trajectory_records
 
     config: RunConfig = cluster.config
     settings, last = config.evaluation, step == config.steps
     if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
         return
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
     for mode, samples, sampling in evaluation_modes(settings):
         if log.evaluated(step, mode):
             continue
         with log.phase(f"evaluate ({mode})"):
             record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
+        problem = refusal(trajectories, config.health, f"the {mode} evaluation after {step} steps does not count")
+        if problem:
+            raise UnhealthyRun(problem)
         log.log_evaluation(record, trajectory_records(trajectories))
+
+
+def learning_agents(config: RunConfig) -> set[str]:
+    """The agents whose policies are trained on what they say.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    if not learning:
+        problem = "no agent learns: each, or its policy, is not trainable"
+        raise ConfigError("team.agents", list(config.team.agents), problem, "let one learn, or use megatron_drmas.evaluate")
+    return learning
+
+
+def check(config: RunConfig) -> None:
+    """What a run checks before it starts, beyond what every command does.
+
+    Raises:
+        ConfigError: no agent learns, or the run folder's checkpoint belongs to a run that was configured differently.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.config.load import to_dict
+
+    learning_agents(config)
+    if config.resume == "auto":
+        Checkpoints(Path(config.output_dir) / config.name / "checkpoints", config.checkpoint.keep).latest(to_dict(config))
 
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.validate import validate
 
     def command(config: RunConfig) -> None:
-        from megatron_drmas.cluster.process import ProcessFailure
-        from megatron_drmas.rollout.client import EngineTimeout
-        from megatron_drmas.weight_sync.errors import WeightSyncError
+        from megatron_drmas.cluster.cluster import FAILURES
+        from megatron_drmas.observability.health import UnhealthyRun
 
         try:
             asyncio.run(train(config))
-        except (ProcessFailure, EngineTimeout, WeightSyncError) as failure:
+        except (UnhealthyRun, *FAILURES) as failure:
             sys.exit(f"train: {failure}")
 
-    return run_command("python -m megatron_drmas.train", command)
+    return run_command("python -m megatron_drmas.train", command, validate, check)
 
 
 if __name__ == "__main__":

@@ -35,4 +35,5 @@ class Cuda(Device):
             "enable_chunked_prefill": True,
             "enable_sleep_mode": sleep,
             "disable_custom_all_reduce": deterministic,
+            "moe_backend": "triton",  # keeps experts as they are loaded, so that updates in place and digests of them are right
         }

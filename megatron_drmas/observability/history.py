@@ -1,7 +1,7 @@
 """metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
 
 Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far).  Results
-("step", "evaluation") are undone when the run goes back to an earlier checkpoint, and so is its "end"; events
+("step", "evaluation", and a step that was "refused") are undone when the run goes back to an earlier checkpoint, and so is its "end"; events
 ("start", "restart") have happened and stay.
 """
 
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
-EVENTS, RESULTS = ("start", "restart"), ("step", "evaluation")
+EVENTS, RESULTS = ("start", "restart"), ("step", "evaluation", "refused")
 
 
 def write_atomically(path: Path, content: str) -> None:

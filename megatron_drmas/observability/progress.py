@@ -10,6 +10,9 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from megatron_drmas.observability.health import in_short
+from megatron_drmas.observability.records import name_questions
+
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
 STEPS_FOR_ETA = 10
 
@@ -17,7 +20,7 @@ STEPS_FOR_ETA = 10
 class Progress:
     """The progress of one run.
 
-    On a terminal: one live line (what is going on; steps done, reward, exact match, time left) and a printed line for
+    On a terminal: one live line (what is going on; steps done, reward, what is unhealthy, exact match, time left) and a printed line for
     what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
@@ -69,10 +72,11 @@ class Progress:
         done = line["step"]
         self._step_seconds.append(step_seconds)
         self._news["reward"] = "reward –" if line["reward"] is None else f"reward {line['reward']:.3f}"
+        self._news["health"] = in_short(line.get("alarms", ()))
         left = (self._steps - done) * sum(self._step_seconds) / len(self._step_seconds)
         self._news["left"] = f"{step_seconds:.1f} s/step · {duration(left)} left"
-        order = ("reward", "match", "left")
-        news = " · ".join(self._news[key] for key in order if key in self._news)
+        order = ("reward", "health", "match", "left")
+        news = " · ".join(self._news[key] for key in order if self._news.get(key))
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
         if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
             self.note(f"step {done}/{self._steps} · {news}")
@@ -81,7 +85,8 @@ class Progress:
         """An evaluation is done: `line` as in metrics.jsonl."""
         self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']} after {line['step']}"
         self.note(
-            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions"
+            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on "
+            f"{name_questions(line['questions'], line.get('trained_on'))}"
         )
 
     def note(self, text: str, style: str = "") -> None:
@@ -115,6 +120,6 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
         before, after = match[mode]["before"], match[mode]["after"]
         if before is not None and after is not None:
             change = f"{before:.3f} → {after:.3f} ({after - before:+.3f})"
-            lines.append(f"exact match, {mode}: {change} on {match['questions']} held-out questions")
+            lines.append(f"exact match, {mode}: {change} on {name_questions(match['questions'], match.get('trained_on'))}")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

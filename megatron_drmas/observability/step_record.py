@@ -1,16 +1,15 @@
 """What the log keeps of a step."""
 
-from collections import Counter
-
 import torch
 
 from megatron_drmas.algorithm.agent_statistics import agent_statistics
+from megatron_drmas.observability.health import WHAT, count_causes, count_step, share
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnText
 from megatron_drmas.batch import TurnBatch
-from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
-from megatron_drmas.team.trajectory import Trajectory
+from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory
 
 READABLE = 8  # trajectories kept to read, per step
+ZERO = 1e-6  # an advantage that is no larger teaches nothing
 
 
 def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int) -> StepRecord:
@@ -30,6 +29,10 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         name: _agent_metrics(batch, index, len(finished)) | statistics
         for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
     }
+    health = count_step(trajectories, _zero_advantages(batch))
+    for kind in WHAT:
+        for name, count in health[kind]["agents"].items():
+            agents[name][f"{kind}_rate"] = share(count)
     policies = {}
     for policy, values in metrics.items():
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
@@ -39,13 +42,24 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         step=step, reward=sum(returns) / len(returns) if returns else float("nan"),
         trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
         agents=agents, policies=policies,
-        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        masked=count_causes(trajectories),
         skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
         nonfinite={
             policy: [batch.agents[index] for index in values["nonfinite_agents"]]
             for policy, values in metrics.items() if values["nonfinite_agents"]
         },
+        health=health,
     )
+
+
+def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
+    """Of every agent, its rows without an advantage and all of those that learn."""
+    zero = batch.advantages[batch.response_offsets[:-1]].abs() <= ZERO
+    counts = {}
+    for index, name in enumerate(batch.agents):
+        rows = (batch.agent == index) & batch.trainable
+        counts[name] = [int((zero & rows).sum()), int(rows.sum())]
+    return counts
 
 
 def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:
@@ -59,7 +73,6 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
         "advantage_mean": advantages.mean().item(),
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
-        "invalid_rate": 1.0 - rows.valid.to(torch.float32).mean().item(),
         "calls_per_trajectory": len(rows) / trajectories,
     }
 

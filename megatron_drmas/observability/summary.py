@@ -1,9 +1,12 @@
 """summary.json: the run in numbers that a program can read, rewritten after everything that is logged."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_drmas.observability.alarms import Episodes
+from megatron_drmas.observability.health import WHAT, share
 from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.observability.records import CHECKPOINT, GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
 
@@ -17,8 +20,9 @@ class Summary:
     keys of `as_dict`:
 
         name, seed, status, step, steps      step: steps done; steps: steps planned
-        exact_match    {questions, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the first
-                       step and at the last evaluation since; questions: held-out questions; None: not evaluated
+        exact_match    {questions, trained_on, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the
+                       first step and at the last evaluation since; trained_on: of the questions, those that are training
+                       questions too; None: not evaluated
         reward         mean over trajectories, last step
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
@@ -27,7 +31,10 @@ class Summary:
         peak_memory_gib                      of the process tree (see memory.tree_bytes)
         weight_sync_share                    of the seconds of the steps
         tokens_generated, tokens_trained, tokens_per_second (generated, over the seconds of generation)
-        masked, skipped, restarts, alarms    counts by cause, policy, cause and metric
+        masked, skipped, restarts            counts by cause, policy and cause
+        alarms                               episodes by metric (see `alarms.Episodes`)
+        health         {masked, truncated, invalid, zero_advantage, found_nothing: {last, worst, worst_step}}: shares of a step
+        refused        {step, problem} of a step that was not trained on, which stopped the run; None: there is none
     """
 
     def __init__(self, name: str, seed: int, steps: int):
@@ -39,6 +46,7 @@ class Summary:
             "steps": steps,
             "exact_match": {
                 "questions": None,
+                "trained_on": None,
                 "samples": None,
                 SAMPLED: {"before": None, "after": None},
                 GREEDY: {"before": None, "after": None},
@@ -59,8 +67,11 @@ class Summary:
             "skipped": {},
             "restarts": {},
             "alarms": {},
+            "health": {},
+            "refused": None,
         }
         self._step_seconds: dict[str, float] = {}
+        self._episodes = Episodes()
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in the next line of metrics.jsonl."""
@@ -91,8 +102,14 @@ class Summary:
             values[key] = max((value for value in seen if value is not None), default=None)
         for key in ("masked", "skipped"):
             _add_counts(values[key], line[key])
-        for alarm in line["alarms"]:
-            _add_counts(values["alarms"], {alarm["metric"]: 1})
+        begun, _ = self._episodes.add(line["step"], line["alarms"])
+        _add_counts(values["alarms"], Counter(episode.metric for episode in begun))
+        for kind in WHAT if line.get("health") else ():
+            last = share(line["health"][kind]["team"])
+            worst = values["health"].get(kind)
+            if worst is None or last > worst["worst"]:
+                worst = {"worst": last, "worst_step": line["step"]}
+            values["health"][kind] = worst | {"last": last}
         values["tokens_generated"] += line["tokens_generated"]
         values["tokens_trained"] += line["tokens_trained"]
         _add_counts(self._step_seconds, line["seconds"])
@@ -103,10 +120,15 @@ class Summary:
 
     def _add_evaluation(self, line: dict[str, Any]) -> None:
         match = self._values["exact_match"]
-        match["questions"] = line["questions"]
+        match["questions"], match["trained_on"] = line["questions"], line.get("trained_on", 0)
         if line["mode"] == SAMPLED:
             match["samples"] = line["samples"]
         match[line["mode"]]["before" if line["step"] == 0 else "after"] = line["exact_match"]
+        _add_counts(self._values["masked"], line["masked"])
+        _add_counts(self._values["alarms"], Counter(alarm["metric"] for alarm in line.get("alarms", ())))
+
+    def _add_refused(self, line: dict[str, Any]) -> None:
+        self._values["refused"] = {"step": line["step"], "problem": line["problem"]}
         _add_counts(self._values["masked"], line["masked"])
 
     def _add_end(self, line: dict[str, Any]) -> None:
