@@ -86,7 +86,7 @@ async def evaluate_checkpoints(config: RunConfig) -> list[EvaluationRecord]:
 
 
 def main() -> int:
-    from megatron_drmas.config.load import run_command
+    from megatron_drmas.command import run_command
     from megatron_drmas.validate import validate
 
     def command(config: RunConfig) -> None:

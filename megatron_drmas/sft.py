@@ -142,7 +142,7 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     """
     from transformers import AutoConfig
 
-    from megatron_drmas.config.check_templates import load_chat
+    from megatron_drmas.validate_templates import load_chat
     from megatron_drmas.rollout.tokenizer import ChatError
 
     chat = load_chat("policy", config.policy)
@@ -244,7 +244,8 @@ def _free_port() -> int:
 
 def main() -> int:
     """The command line."""
-    from megatron_drmas.config.load import SFT_DIR, run_command
+    from megatron_drmas.command import run_command
+    from megatron_drmas.config.load import SFT_DIR
 
     def command(config: SftConfig) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -167,7 +167,7 @@ def check(config: RunConfig) -> None:
 
 
 def main() -> int:
-    from megatron_drmas.config.load import run_command
+    from megatron_drmas.command import run_command
     from megatron_drmas.validate import validate
 
     def command(config: RunConfig) -> None:

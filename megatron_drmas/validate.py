@@ -20,7 +20,7 @@ from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.ray_start import check_ray
-from megatron_drmas.config.check_templates import check_templates
+from megatron_drmas.validate_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning

@@ -8,7 +8,7 @@ from megatron_drmas.config.schema import PolicyConfig, PrecisionConfig
 
 @dataclass
 class ActorSettings:
-    """Settings of a `PolicyActor`; `config.validate` says which of them cannot work."""
+    """Settings of a `PolicyActor`; `megatron_drmas.validate` says which of them cannot work."""
 
     name: str  # the policy
     policy: PolicyConfig

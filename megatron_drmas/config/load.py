@@ -4,12 +4,10 @@ Every command of the package takes `[--config-name NAME] [--config-dir DIR] [--p
 key=value arguments are Hydra overrides.  The recipes and groups of DIR come before the package's own, which stay in reach.
 """
 
-import argparse
 import dataclasses
-import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -127,59 +125,6 @@ def _known_keys(folder: Path, name: str, overrides: Sequence[str], schema: type,
         check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
         return keys_of(node)
     return keys_of(OmegaConf.structured(schema))
-
-
-def command_parser(prog: str, name: str) -> argparse.ArgumentParser:
-    """What every command takes.
-
-    Args:
-        prog: as a person calls it.
-        name: of the recipe that is composed by default.
-    """
-    parser = argparse.ArgumentParser(prog=prog, description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--config-name", default=name, help=f"a recipe: a file of the configuration folder, without .yaml (default: {name})")
-    parser.add_argument("--config-dir", type=Path, help="a folder with recipes and groups of one's own, before the package's configs/")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--print", action="store_true", dest="show", help="compose, check the settings, print them, and stop; looks at no file")
-    mode.add_argument("--check", action="store_true", help="also check the models, the data and the folders that they name, and stop; starts nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    return parser
-
-
-def run_command(
-    prog: str, command: Callable[[Any], Any], validate: Callable[..., list[str]], before: Callable[[Any], Any] = lambda config: None,
-    name: str = "search_hetero", schema: type = RunConfig, recipes: Path = CONFIG_DIR,
-) -> int:
-    """Compose and validate a command's configuration, then run it; the command's exit code.
-
-    A `ConfigError`, also one that the command raises, becomes one line on standard error and exit code 2.
-
-    Args:
-        prog: as a person calls it.
-        command: what runs.
-        validate: validate(config, files=…, machine=…), whether to look at files and at this machine; what it returns is
-            said as warnings.
-        before: the checks that the command itself makes first; --check makes them too.
-        name, schema, recipes: of `compose_config`.
-    """
-    short = prog.split(".")[-1]
-    try:
-        args = command_parser(prog, name).parse_intermixed_args()
-        config = compose_config(args.config_name, args.overrides, args.config_dir, schema, recipes)
-        for warning in validate(config, files=not args.show, machine=not args.show and not args.check):
-            print(f"{short}: warning: {warning}", file=sys.stderr)
-        if args.show:
-            print(f"# {short}: the settings go together; files, models and this machine were not looked at (--check does)")
-            print(to_yaml(config), end="")
-        elif args.check:
-            before(config)
-            print(f"{short}: settings, models, data and folders are in order; nothing was started, and no server was asked")
-        else:
-            command(config)
-    except ConfigError as error:
-        print(f"{short}: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def to_yaml(config: Any) -> str:

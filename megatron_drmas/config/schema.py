@@ -1,7 +1,7 @@
 """The typed configuration of a run, as Hydra composes it from configs/.
 
 Every class here is one section of the YAML; the top is `RunConfig`.  `config.load` composes it,
-`config.validate` checks what can be checked before any process starts.
+`megatron_drmas.validate` checks what can be checked before any process starts.
 """
 
 from dataclasses import dataclass, field

@@ -8,7 +8,7 @@ import pytest
 
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas import sft
-from megatron_drmas.config.check_templates import rehearse
+from megatron_drmas.validate_templates import rehearse
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.validate import validate
