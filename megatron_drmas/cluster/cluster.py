@@ -15,6 +15,7 @@ from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.retrieval import RetrievalService
+from megatron_drmas.cluster.signals import handlers_kept
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment
@@ -70,7 +71,7 @@ class Cluster:
             self._stack.callback(retrieval.stop)
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)
-        with self._phase("start Ray"):
+        with self._phase("start Ray"), handlers_kept():
             start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
             self._stack.callback(ray.shutdown)
             bundles = await _reserve(config, device)

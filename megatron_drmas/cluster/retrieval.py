@@ -37,6 +37,7 @@ class RetrievalService:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *given],
                 stdout=subprocess.PIPE, stderr=errors, preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl-C in the terminal is the run's to handle
             )
 
     async def ready(self, timeout_s: float) -> str:
