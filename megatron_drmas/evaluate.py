@@ -2,20 +2,26 @@
 
     python -m megatron_drmas.evaluate [--config-name NAME] [key=value …]
 
-evaluates the policies as their model folders are (`policies.<name>.model=outputs/<run>/hf/<name>` for trained ones)
-and prints one JSON line per mode.
+evaluates the policies as their model folders are (`policies.<name>.model=outputs/<run>/hf/<name>` for trained ones),
+prints one JSON line per mode, and keeps these lines and the trajectories in <output_dir>/<name>/evaluations/<time>/.
 """
 
 import asyncio
-import json
+import math
+import statistics
 import sys
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import AsyncIterator, Collection, Optional
 
 from megatron_drmas.config.schema import EvaluationConfig, RunConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.observability.records import GREEDY, SAMPLED, EvaluationRecord
+from megatron_drmas.observability.history import to_json, write_atomically
+from megatron_drmas.observability.records import GREEDY, SAMPLED, EvaluationRecord, Share, plain
 from megatron_drmas.rollout.collector import Collector, Sampling
+from megatron_drmas.run_lock import RunLock
 from megatron_drmas.team.trajectory import Trajectory
 
 
@@ -33,24 +39,40 @@ async def evaluate(
     """avg@k and pass@k: the mean over a question's k answers, then over questions, however many turns each took.
 
     A trajectory that failed for no fault of the team is left out of its question's mean; a question without any other
-    is left out altogether.
+    is left out altogether.  pass@k is over the questions that have all k answers: with fewer, one success is less likely.
     """
     trajectories = await collector.collect(questions, samples, sampling)
-    rewards: dict[int, list[float]] = defaultdict(list)
+    return summarise(trajectories, step, mode, samples, sampling), trajectories
+
+
+def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int, sampling: Sampling) -> EvaluationRecord:
+    """The record of an evaluation whose trajectories are `samples` of each question."""
+    of_question: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.failure is None:
-            rewards[trajectory.group].append(trajectory.reward)
-    averages = {group: sum(values) / len(values) for group, values in rewards.items()}
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for group, average in averages.items():
-        by_source[_source(questions[group])].append(average)
-    record = EvaluationRecord(
-        step=step, mode=mode, questions=len(averages), samples=samples,
-        exact_match=_mean(averages.values()), pass_at_k=_mean(float(max(values) > 0) for values in rewards.values()),
-        by_source={source: {"exact_match": _mean(values), "questions": len(values)} for source, values in sorted(by_source.items())},
+            of_question[trajectory.group].append(trajectory)
+    of_source: dict[str, list[list[Trajectory]]] = defaultdict(list)
+    for answers in of_question.values():
+        of_source[_source(answers[0].question)].append(answers)
+    whole = [answers for answers in of_question.values() if len(answers) == samples]
+    return EvaluationRecord(
+        step=step, mode=mode, temperature=sampling.temperature, top_p=sampling.top_p, samples=samples,
+        samples_min=min(map(len, of_question.values()), default=0), asked=len({trajectory.group for trajectory in trajectories}),
+        **asdict(share(of_question.values())),
+        pass_at_k=sum(any(answer.success for answer in answers) for answers in whole) / len(whole) if whole else None,
+        pass_questions=len(whole), by_source={source: share(found) for source, found in sorted(of_source.items())},
         masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
     )
-    return record, trajectories
+
+
+def share(questions: Collection[list[Trajectory]]) -> Share:
+    """Means and standard errors over questions, each with its trajectories."""
+    found: dict[str, Optional[float]] = {}
+    for figure in ("reward", "success"):
+        means = [sum(float(getattr(answer, figure)) for answer in answers) / len(answers) for answers in questions]
+        found[figure] = sum(means) / len(means) if means else math.nan
+        found[f"{figure}_stderr"] = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return Share(questions=len(questions), **found)
 
 
 def _source(question: Question) -> str:
@@ -58,29 +80,50 @@ def _source(question: Question) -> str:
     return f"{hop} hop" if hop is not None else question.data_source or "all"
 
 
-def _mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
+async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator[EvaluationRecord]:
+    """Start engines on the policies' model folders and evaluate, one mode after the other.
 
-
-async def evaluate_checkpoints(config: RunConfig) -> list[EvaluationRecord]:
-    """Start engines on the policies' model folders and evaluate."""
+    Args:
+        folder: gets config.yaml, results.jsonl with what is yielded, and trajectories_<mode>.jsonl.
+    """
     from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.config.load import to_yaml
     from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.step_record import trajectory_records
 
     questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+    results = ""
     async with Cluster(config, actors=False) as cluster:
-        return [(await evaluate(cluster.collector, questions, 0, *mode))[0] for mode in evaluation_modes(config.evaluation)]
+        folder.mkdir(parents=True)
+        write_atomically(folder / "config.yaml", to_yaml(config))
+        for mode, *how in evaluation_modes(config.evaluation):
+            record, trajectories = await evaluate(cluster.collector, questions, 0, mode, *how)
+            kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
+            write_atomically(folder / f"trajectories_{mode}.jsonl", "".join(to_json(plain(found)) + "\n" for found in kept))
+            results += to_json(plain(record)) + "\n"
+            write_atomically(folder / "results.jsonl", results)
+            yield record
 
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
 
-    def command(config: RunConfig) -> None:
-        for record in asyncio.run(evaluate_checkpoints(config)):
-            print(json.dumps(asdict(record)))
+    async def evaluate_here(config: RunConfig) -> None:
+        run_dir = Path(config.output_dir) / config.name
+        with RunLock(run_dir):
+            folder = run_dir / "evaluations" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+            async for record in evaluate_checkpoints(config, folder):
+                print(to_json(plain(record)), flush=True)
+        print(f"evaluate: results and trajectories in {folder}", file=sys.stderr)
 
-    return run_command("python -m megatron_drmas.evaluate", command)
+    def command(config: RunConfig) -> None:
+        asyncio.run(evaluate_here(config))
+
+    try:
+        return run_command("python -m megatron_drmas.evaluate", command)
+    except KeyboardInterrupt:
+        print("evaluate: interrupted; modes that were finished are kept", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -10,13 +10,51 @@ brings the engines to the new weights.
 import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Callable
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.run_lock import RunLock, RunLockLost
+
+if TYPE_CHECKING:
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.cluster.signals import StopRequest
 
 
-async def train(config: RunConfig) -> None:
+async def run(config: RunConfig) -> None:
+    """`train`, alone in the run's folder, and until a signal asks it to stop.
+
+    Raises:
+        SystemExit: it was asked to stop; says what it can go on from.
+        ConfigError: another process has the folder; or as `train`.
+        RunLockLost: another process took the folder.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.cluster.signals import StopRequest
+
+    run_dir = Path(config.output_dir) / config.name
+    with RunLock(run_dir) as lock:
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.discard_partial()
+        stop = StopRequest()
+        try:
+            await train(config, checkpoints, stop, lock.confirm)
+        except asyncio.CancelledError:
+            if not stop.aborted:
+                raise
+            checkpoints.discard_partial()
+            saved = checkpoints.complete()
+            rest = f"the same command continues from {saved[-1]}" if saved else "nothing was saved yet"
+            sys.exit(f"stopped at once by {stop.requested}; {rest}")
+
+
+async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[], None]) -> None:
     """Run a validated configuration to its end, or on from its last checkpoint.
+
+    Args:
+        checkpoints: of the run's folder.
+        stop: ends the run after a step, or cancels it.
+        confirm: called before anything of a step is written; raises where that must not be.
 
     Raises:
         ConfigError: the run folder's checkpoint belongs to a run that was configured differently.
@@ -24,9 +62,7 @@ async def train(config: RunConfig) -> None:
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
     from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
-    from megatron_drmas.checkpointing import Checkpoints
     from megatron_drmas.cluster.cluster import Cluster
-    from megatron_drmas.cluster.signals import StopRequest
     from megatron_drmas.config.load import to_dict
     from megatron_drmas.data.questions import load_questions
     from megatron_drmas.data.sampler import QuestionSampler
@@ -34,7 +70,7 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
-    from megatron_drmas.step_record import step_record, trajectory_records
+    from megatron_drmas.step_record import merge_stages, step_record, trajectory_records
 
     questions = load_questions(config.data.train, "data.train")
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
@@ -48,9 +84,8 @@ async def train(config: RunConfig) -> None:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
 
     run_dir = Path(config.output_dir) / config.name
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
-    folder, state = resumed if resumed else (None, {"step": 0})
+    folder, state, changes = resumed if resumed else (None, {"step": 0}, {})
     done = state["step"]
 
     finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
@@ -59,7 +94,6 @@ async def train(config: RunConfig) -> None:
         return
 
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step=done if resumed else None) as log:
-        stop = StopRequest()
         async with Cluster(config, log.phase) as cluster:
             if resumed:
                 with log.phase("load checkpoint"):
@@ -70,10 +104,17 @@ async def train(config: RunConfig) -> None:
             if not resumed:
                 checkpoints.clear()  # only now: the new run has come as far as starting
             log.started()
+            log.log_changes(changes)
             await evaluate_team(cluster, log, done)
 
+            async def save(step: int) -> None:
+                with log.phase("checkpoint"):
+                    await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
+
+            stop.polite(log.note)
+
             for step in range(done + 1, config.steps + 1):
-                metrics, tokens_before = {}, cluster.generated_tokens
+                metrics, tokens_before, sampled = {}, cluster.generated_tokens, []
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
@@ -84,20 +125,31 @@ async def train(config: RunConfig) -> None:
                     with log.phase("advantages"):
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
+                        sampled.append((trajectories, batch))
                     with log.phase("update"):
                         metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
                     with log.phase("weight_sync"):
                         await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
+                try:
+                    confirm()
+                except RunLockLost:
+                    log.abandon()  # the folder is another's
+                    raise
+                trajectories, batch = merge_stages(sampled)
                 log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
-                log.log_trajectories(step, trajectory_records(trajectories))
-                last = step == config.steps
-                if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
-                    with log.phase("checkpoint"):
-                        await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
+                with log.contained("trajectories"):
+                    log.log_trajectories(step, trajectory_records(trajectories, config, cluster.collector.tokenizers, batch))
+                due = step == config.steps or config.checkpoint.every and step % config.checkpoint.every == 0
+                if due:
+                    await save(step)
+                if not stop.requested:
+                    await stop.unless_requested(evaluate_team(cluster, log, step))
                 if stop.requested:
+                    if not due:
+                        await save(step)
                     sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
-                await evaluate_team(cluster, log, step)
+            stop.polite(None)
 
             if config.checkpoint.export:
                 with log.phase("export"):
@@ -120,7 +172,10 @@ async def evaluate_team(cluster, log, step: int) -> None:
             continue
         with log.phase(f"evaluate ({mode})"):
             record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
-        log.log_evaluation(record, trajectory_records(trajectories))
+        kept = []
+        with log.contained("trajectories"):
+            kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
+        log.log_evaluation(record, kept)
 
 
 def main() -> int:
@@ -128,15 +183,20 @@ def main() -> int:
 
     def command(config: RunConfig) -> None:
         from megatron_drmas.cluster.process import ProcessFailure
+        from megatron_drmas.observability.history import HistoryError
         from megatron_drmas.rollout.client import EngineTimeout
         from megatron_drmas.weight_sync.errors import WeightSyncError
 
         try:
-            asyncio.run(train(config))
-        except (ProcessFailure, EngineTimeout, WeightSyncError) as failure:
+            asyncio.run(run(config))
+        except (ProcessFailure, EngineTimeout, WeightSyncError, RunLockLost, HistoryError) as failure:
             sys.exit(f"train: {failure}")
 
-    return run_command("python -m megatron_drmas.train", command)
+    try:
+        return run_command("python -m megatron_drmas.train", command)
+    except KeyboardInterrupt:
+        print("train: stopped by SIGINT before it had begun", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def validate(config: RunConfig, files: bool = True) -> None:
     check_name(config.name)
     if config.seed >= 2**31:
         raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
-    if config.data.eval_limit is not None:
-        _at_least("data.eval_limit", config.data.eval_limit, 1)
+    for key, least in (("data.eval_limit", 1), ("logging.trajectories_per_step", 0), ("logging.trajectories_per_evaluation", 0)):
+        if _get(config, key) is not None:
+            _at_least(key, _get(config, key), least)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")

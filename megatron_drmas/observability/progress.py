@@ -10,6 +10,8 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from megatron_drmas.observability.charts import short
+
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
 STEPS_FOR_ETA = 10
 
@@ -17,7 +19,7 @@ STEPS_FOR_ETA = 10
 class Progress:
     """The progress of one run.
 
-    On a terminal: one live line (what is going on; steps done, reward, exact match, time left) and a printed line for
+    On a terminal: one live line (what is going on; steps done, reward, success, time left) and a printed line for
     what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
@@ -68,10 +70,10 @@ class Progress:
         """
         done = line["step"]
         self._step_seconds.append(step_seconds)
-        self._news["reward"] = "reward –" if line["reward"] is None else f"reward {line['reward']:.3f}"
+        self._news["reward"] = figures(line)
         left = (self._steps - done) * sum(self._step_seconds) / len(self._step_seconds)
         self._news["left"] = f"{step_seconds:.1f} s/step · {duration(left)} left"
-        order = ("reward", "match", "left")
+        order = ("reward", "evaluation", "left")
         news = " · ".join(self._news[key] for key in order if key in self._news)
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
         if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
@@ -79,10 +81,12 @@ class Progress:
 
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
-        self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']} after {line['step']}"
-        self.note(
-            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on {line['questions']} questions"
-        )
+        self._news["evaluation"] = f"evaluated after {line['step']}: {figures(line)} {line['mode']}"
+        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on {line['questions']} questions"
+        if line["masked"]:
+            lost = ", ".join(f"{count} {cause}" for cause, count in line["masked"].items())
+            text += f"; trajectories that could not be run to their end: {sum(line['masked'].values())} ({lost})"
+        self.note(text)
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
@@ -102,6 +106,18 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def figures(values: dict[str, Any]) -> str:
+    """Reward and success in a few words."""
+    return f"reward {decimals(values['reward'])}, success {decimals(values['success'])}"
+
+
+def decimals(value: Optional[float]) -> str:
+    """A reward, or a share, to three decimals where that says something; "–" for none."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value == 0 or 5e-4 <= abs(value) < 1e5 else short(value)
+
+
 def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
     """What a finished run says last: what was learnt, and where things lie.
 
@@ -109,12 +125,12 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
         summary: as in summary.json.
         places: what -> path.
     """
-    match = summary["exact_match"]
     lines = [f"{summary['name']}: {summary['status']} after {summary['step']} of {summary['steps']} steps"]
-    for mode in ("sampled", "greedy"):
-        before, after = match[mode]["before"], match[mode]["after"]
-        if before is not None and after is not None:
-            change = f"{before:.3f} → {after:.3f} ({after - before:+.3f})"
-            lines.append(f"exact match, {mode}: {change} on {match['questions']} held-out questions")
+    for mode, found in summary.get("evaluation", {}).items():
+        for figure in ("reward", "success") if found else ():
+            before, after = found[figure]["before"], found[figure]["after"]
+            if before is not None and after is not None:
+                change = f"{decimals(before)} → {decimals(after)} ({'+' if after >= before else ''}{decimals(after - before)})"
+                lines.append(f"{figure}, {mode}: {change} on {found['questions']} evaluation questions")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

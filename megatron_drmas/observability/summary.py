@@ -17,9 +17,10 @@ class Summary:
     keys of `as_dict`:
 
         name, seed, status, step, steps      step: steps done; steps: steps planned
-        exact_match    {questions, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the first
-                       step and at the last evaluation since; questions: held-out questions; None: not evaluated
-        reward         mean over trajectories, last step
+        evaluation     {sampled, greedy}: {step, questions, samples, pass_questions, and {before, after} of reward, success
+                       and pass_at_k}: avg@k and pass@k (see records.EvaluationRecord) at the last evaluation, and before the
+                       first step where that was evaluated with the same settings; None: not evaluated
+        reward, success                      mean and share over trajectories, last step
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
         seconds        by phase: start-up, steps and evaluations together; "other" is time outside every phase
@@ -28,6 +29,7 @@ class Summary:
         weight_sync_share                    of the seconds of the steps
         tokens_generated, tokens_trained, tokens_per_second (generated, over the seconds of generation)
         masked, skipped, restarts, alarms    counts by cause, policy, cause and metric
+        changes        settings with which the run went on other than before: {step: {key: [old, new]}}
     """
 
     def __init__(self, name: str, seed: int, steps: int):
@@ -37,13 +39,9 @@ class Summary:
             "status": RUNNING,
             "step": 0,
             "steps": steps,
-            "exact_match": {
-                "questions": None,
-                "samples": None,
-                SAMPLED: {"before": None, "after": None},
-                GREEDY: {"before": None, "after": None},
-            },
+            "evaluation": {SAMPLED: None, GREEDY: None},
             "reward": None,
+            "success": None,
             "agents": {},
             "policies": {},
             "max_prob_ratio": None,
@@ -59,7 +57,9 @@ class Summary:
             "skipped": {},
             "restarts": {},
             "alarms": {},
+            "changes": {},
         }
+        self._first: dict[str, dict[str, Any]] = {}  # mode -> its evaluation before the first step
         self._step_seconds: dict[str, float] = {}
 
     def add(self, line: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Summary:
 
     def _add_step(self, line: dict[str, Any]) -> None:
         values = self._values
-        values["step"], values["reward"] = line["step"], line["reward"]
+        values["step"], values["reward"], values["success"] = line["step"], line["reward"], line["success"]
         values["agents"].update(line["agents"])
         values["policies"].update(line["policies"])
         for key, metric in (("max_prob_ratio", "prob_ratio"), ("max_logprob_diff", "logprob_diff_max")):
@@ -102,15 +102,29 @@ class Summary:
         values["tokens_per_second"] = values["tokens_generated"] / generating if generating else None
 
     def _add_evaluation(self, line: dict[str, Any]) -> None:
-        match = self._values["exact_match"]
-        match["questions"] = line["questions"]
-        if line["mode"] == SAMPLED:
-            match["samples"] = line["samples"]
-        match[line["mode"]]["before" if line["step"] == 0 else "after"] = line["exact_match"]
+        if line["step"] == 0:
+            self._first[line["mode"]] = line
+        first = self._first.get(line["mode"])
+        before = first if first and comparable(first, line) else None
+        after = line if line["step"] > 0 else None
+        self._values["evaluation"][line["mode"]] = {
+            key: line[key] for key in ("step", "questions", "samples", "pass_questions")
+        } | {
+            figure: {"before": before and before[figure], "after": after and after[figure]}
+            for figure in ("reward", "success", "pass_at_k")
+        }
         _add_counts(self._values["masked"], line["masked"])
+
+    def _add_change(self, line: dict[str, Any]) -> None:
+        self._values["changes"].setdefault(str(line["step"]), {}).update(line["changes"])
 
     def _add_end(self, line: dict[str, Any]) -> None:
         self._values["status"] = line["status"]
+
+
+def comparable(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two evaluations, lines of metrics.jsonl, differ in nothing but the policies."""
+    return all(first[key] == second[key] for key in ("mode", "temperature", "top_p", "samples", "asked"))
 
 
 def _add_counts(totals: dict[str, float], counts: dict[str, float]) -> None:

@@ -24,6 +24,9 @@ from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn.  `stream` separates the random numbers of one collection from another's."""
@@ -40,6 +43,21 @@ class Sampling:
 def call_seed(*parts: object) -> int:
     """A 31-bit seed that depends on nothing but its parts."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big") >> 1
+
+
+def finite_reward(value: Any, of_what: str) -> float:
+    """A reward as a number that training can compute with.
+
+    Raises:
+        TrajectoryFailure: it is none, is not finite, or is beyond float32.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= FLOAT32_MAX:
+        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is no finite number")
+    return number
 
 
 class Collector:
@@ -102,8 +120,11 @@ class Collector:
         try:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
             trajectory.reward = await context.reward(trajectory.outcome)
+            trajectory.success = bool(self.environment.success(trajectory.question, trajectory.outcome, trajectory.reward))
             earned: dict[str, list[float]] = defaultdict(list)
             for turn in trajectory.turns:
+                of_what = f"call {turn.index}, of {turn.agent!r}, on question {trajectory.question.id!r} earned"
+                turn.reward = finite_reward(turn.reward, of_what)
                 earned[turn.agent].append(turn.reward)
             trajectory.role_rewards = {agent: sum(rewards) / len(rewards) for agent, rewards in earned.items()}
         except TrajectoryFailure as failure:
@@ -191,7 +212,9 @@ class _TrajectoryContext:
     async def reward(self, outcome: Outcome) -> float:
         """The environment's return of an outcome; an answer is graded once."""
         if outcome.answer not in self._grades:
-            self._grades[outcome.answer] = await self._collector.environment.reward(self._trajectory.question, outcome)
+            environment, question = self._collector.environment, self._trajectory.question
+            of_what = f"environment {environment.config.name!r} returned for question {question.id!r}"
+            self._grades[outcome.answer] = finite_reward(await environment.reward(question, outcome), of_what)
         return self._grades[outcome.answer]
 
     def supports(self, passages: list[str]) -> bool:

@@ -33,6 +33,10 @@ class ChatTokenizer:
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._options)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def prompt_text(self, prompt_ids: list[int]) -> str:
+        """A prompt as the model sees it, the template's marks included."""
+        return self._tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def text(self, token_ids: list[int]) -> str:
         """The response as text, without the end-of-turn mark."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
