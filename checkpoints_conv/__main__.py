@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families.config_class import keep_torch_out
 
 DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}
 
@@ -73,9 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("b", type=Path, help="the other")
     verify.add_argument("--hf-files", type=Path, help="as for to-hf")
     verify.add_argument("--logits", action="store_true", help="compare a forward pass in fp32 too")
-    verify.add_argument("--tokens", type=_positive(int), default=64, help="length of that pass (default: 64)")
     verify.add_argument(
-        "--tolerance", type=_positive(float), default=1e-5, help="largest log-prob difference of that pass (default: 1e-5)"
+        "--tokens", type=_positive(int), help="length of that pass (default: 4352, or less where time or memory ask for it)"
+    )
+    verify.add_argument(
+        "--tolerance",
+        type=_positive(float),
+        help="largest log-prob difference of that pass (default: ten times the model's own rounding noise, at least 1e-5)",
     )
     verify.set_defaults(run=_verify)
 
@@ -106,7 +111,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     gc.enable()  # a model of the forward pass is garbage in cycles
 
-    return verify(args.a, args.b, args.hf_files, args.tokens if args.logits else 0, args.tolerance)
+    return verify(args.a, args.b, args.hf_files, args.logits, args.tokens, args.tolerance)
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -117,4 +122,5 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    keep_torch_out()  # a forward pass has a process of its own
     sys.exit(main())

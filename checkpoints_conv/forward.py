@@ -1,5 +1,6 @@
 """Log-probs of a checkpoint in fp32, by transformers or by Megatron's own local layer spec, for comparing the two."""
 
+import math
 import multiprocessing
 import os
 import tempfile
@@ -15,8 +16,14 @@ from checkpoints_conv.hf_folder import read_config
 from checkpoints_conv.spec import ModelSpec
 
 
-def logprobs(folder: Path, config_folder: Path, tokens: Tensor) -> Tensor:
-    """Log-probs over the vocabulary after each token, float32 [t, vocab].
+SHORT, LONG = 64, 4096 + 256  # tokens
+POSITIONS = 256  # whose log-probs are compared
+MOST_WORK = 10**12  # parameters x tokens
+SCORE_BYTES = 16  # of one attention score: eager attention holds it four times in fp32
+
+
+def logprobs(folder: Path, config_folder: Path, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Log-probs over the vocabulary after some of the tokens, float32 [ways, n, vocab].
 
     Runs in a process of its own: Megatron's state, and its stand-ins for CUDA, are global to a process.
 
@@ -24,10 +31,26 @@ def logprobs(folder: Path, config_folder: Path, tokens: Tensor) -> Tensor:
         folder: a Hugging Face folder or a Megatron distributed checkpoint.
         config_folder: folder with its config.json.
         tokens: int64 [t].
+        positions: int64 [n], of the tokens.
+
+    Returns:
+        One result for each way of computing the same: transformers' eager and sdpa attention; one by Megatron.
     """
     run = _megatron_logprobs if is_dist_checkpoint(folder) else _hf_logprobs
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return torch.from_numpy(pool.apply(run, (folder, config_folder, tokens.tolist())))
+        return torch.from_numpy(pool.apply(run, (folder, config_folder, tokens.tolist(), positions.tolist())))
+
+
+def affordable_tokens(spec: ModelSpec, parameters: int) -> int:
+    """Length of a forward pass: enough to see an attention window of 4096, unless that takes minutes or too much memory."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4 * parameters
+    in_memory = math.isqrt(max(free // 2, 0) // (SCORE_BYTES * spec.heads))
+    return max(min(LONG, spec.max_position, in_memory, MOST_WORK // parameters), min(SHORT, spec.max_position))
+
+
+def sample_positions(count: int) -> Tensor:
+    """At most `POSITIONS` of so many tokens, the first and the last among them; int64 [n]."""
+    return torch.linspace(0, count - 1, min(count, POSITIONS)).round().long()
 
 
 def sample_tokens(vocab: int, count: int) -> Tensor:
@@ -100,12 +123,15 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
     ]
 
 
-def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor) -> Tensor:
-    """Log-probs of a GPTModel that is whole on this pipeline stage, float32 [t, vocab]."""
+def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
+    """Log-probs of a GPTModel that is whole on this pipeline stage, after the tokens at `positions`, float32 [n, vocab]."""
     count = len(tokens)
     mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]  # True: hidden
+    # Logits of all positions would take more memory than all the rest.
+    hook = model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions], *inputs[1:]))
     with torch.no_grad():
         logits = model.eval()(tokens[None], torch.arange(count)[None], mask)
+    hook.remove()
     return logits[0, :, : spec.vocab].float().log_softmax(-1)
 
 
@@ -119,17 +145,21 @@ def load_dist_checkpoint(chunks: list, folder: Path) -> None:
         chunk.load_state_dict(state[f"model{number}"])
 
 
-def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
+def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].log_softmax(-1).numpy()
+    ways = []
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            ways.append(model(torch.tensor([tokens]), logits_to_keep=torch.tensor(positions)).logits[0].log_softmax(-1))
+    return torch.stack(ways).numpy()
 
 
-def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
+def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
     warnings.simplefilter("ignore")  # of what Megatron falls back to without a GPU
     from megatron.core import parallel_state, tensor_parallel
 
@@ -145,6 +175,6 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int]):
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         chunks = build_model(spec)
         load_dist_checkpoint(chunks, folder)
-        result = model_logprobs(chunks[0], spec, torch.tensor(tokens)).numpy()
+        result = model_logprobs(chunks[0], spec, torch.tensor(tokens), torch.tensor(positions))[None].numpy()
         torch.distributed.destroy_process_group()
     return result

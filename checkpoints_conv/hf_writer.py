@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Iterable, Optional, Sequence
@@ -12,17 +13,28 @@ from checkpoints_conv.hf_folder import INDEX, WEIGHTS, read_config
 from checkpoints_conv.safetensors_file import TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
-# What a folder holds beside its weights: config, generation config, tokenizer, chat template.
+# What a folder holds beside its weights, by file name in lower case: config, generation config, tokenizer, chat templates,
+# and what tells people about the model and its license.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
+    "tekken.json",
     "vocab.*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
+    "*.jinja",
     "chat_template*",
+    "licen[sc]e*",
+    "notice*",
+    "copying*",
+    "use_policy*",
+    "readme*",
+    "citation*",
 )
+TEMPLATES = "additional_chat_templates"  # a folder of .jinja files
+REPLACED = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model.bin*", "pytorch_model-*-of-*.bin")  # the weights
 
 
 def plan_shards(entries: Iterable[TensorEntry], max_bytes: int = MAX_SHARD_BYTES) -> list[list[TensorEntry]]:
@@ -59,14 +71,26 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
 
 
 def copy_side_files(source: Path, target: Path, dtype: Optional[Dtype] = None) -> None:
-    """Copy config, generation config, tokenizer and chat template.
+    """Copy config, generation config, tokenizer, chat templates and license; name what else there is beside the weights.
 
     Args:
         dtype: of the weights beside them; config.json is rewritten if it names another.
     """
+    left_out = []
     for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILES):
+        if path.name == TEMPLATES and path.is_dir():
+            (target / TEMPLATES).mkdir(exist_ok=True)
+            for template in sorted(path.iterdir()):
+                if template.is_file():
+                    shutil.copyfile(template, target / TEMPLATES / template.name)
+                else:
+                    left_out.append(f"{TEMPLATES}/{template.name}/")
+        elif path.is_file() and _matches(path.name, SIDE_FILES):
             shutil.copyfile(path, target / path.name)
+        elif not _matches(path.name, REPLACED):
+            left_out.append(path.name + "/" * path.is_dir())
+    if left_out:
+        print(f"not copied from {source}: {', '.join(left_out)}", file=sys.stderr)
     if dtype is None:
         return
     config = read_config(target)
@@ -74,6 +98,10 @@ def copy_side_files(source: Path, target: Path, dtype: Optional[Dtype] = None) -
     if any(config[key] != dtype.value for key in keys):
         text = json.dumps(config | dict.fromkeys(keys, dtype.value), indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name.lower(), pattern) for pattern in patterns)
 
 
 def replace_folder(beside: Path, folder: Path) -> None:

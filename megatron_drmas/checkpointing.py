@@ -1,24 +1,33 @@
 """Checkpoints of a whole run: every policy and what the driver must remember, all or nothing.
 
-    checkpoints/step_000010/state.json     step, data cursor, the configuration that made it
+    checkpoints/step_000010/state.json     step, data cursor, whether the steps up to it were healthy, the configuration that made it
     checkpoints/step_000010/<policy>/      the actor: weights, optimizer, learning-rate schedule, RNG
+    checkpoints/passed_over_step_000020/   one that was newer than the healthy one from which the run went on
+    checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it goes on from the newest healthy one
 """
 
 import json
 import os
 import shutil
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Awaitable, Callable, Optional
 
+from megatron_drmas.cluster.process import ServiceFailure
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.environments.grading import GraderError
+from megatron_drmas.observability.health import UnhealthyRun
+from megatron_drmas.observability.records import CHECKPOINT
+from megatron_drmas.observability.run_log import RunLog
 
 # What may change when a run goes on from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
 # where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
 # what it is.  An entry that ends with a dot is a whole section.
 MAY_CHANGE = (
     "steps", "name", "output_dir", "checkpoint.", "evaluation.", "logging.", "health.", "cluster.", "environment.grader.",
-    "environment.retrieval.url", "environment.retrieval.timeout_s", "environment.retrieval.concurrency", "rollout.timeout_s",
-    "rollout.max_in_flight",
+    "environment.retrieval.url", "environment.retrieval.timeout_s", "environment.retrieval.concurrency",
+    "environment.retrieval.restarts", "rollout.timeout_s", "rollout.max_in_flight",
 )
 OF_A_POLICY = (
     "parallel.", "engine.", "micro_batch_tokens", "recompute", "optimizer.lr", "optimizer.min_lr", "optimizer.decay",
@@ -36,7 +45,7 @@ class Checkpoints:
 
     Args:
         folder: made when the first is saved.
-        keep: how many complete ones to keep.
+        keep: how many complete ones to keep, and the newest healthy one besides, if it is older than those.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -52,16 +61,43 @@ class Checkpoints:
         for partial in self._folder.glob(".partial_*"):
             shutil.rmtree(partial, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Remove every checkpoint."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def resumable(self) -> list[Path]:
+        """Complete checkpoints from which the run may go on, oldest first: not those newer than the newest healthy one, if
+        the run stopped itself for its health."""
+        found = self.complete()
+        healthy = self._newest_healthy(found)
+        if healthy is not None and self._stopped.exists():
+            found = found[:found.index(healthy) + 1]
+        return found
+
+    def clear(self, after: int) -> None:
+        """The run begins after so many steps: checkpoints of more are put aside as passed_over_*; with 0 everything is removed."""
+        if after == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in self.complete():
+            if folder.name > f"step_{after:06d}":
+                aside = folder.with_name(f"passed_over_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(folder, aside)
+        self._stopped.unlink(missing_ok=True)
+
+    def stop_unhealthy(self) -> Optional[Path]:
+        """Remember that the run stopped itself for its health; the checkpoint that it will go on from, if any."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stopped.touch()
+        return (self.resumable() or [None])[-1]
+
+    @property
+    def _stopped(self) -> Path:
+        return self._folder / "stopped_unhealthy"
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint beside the others and then rename it into place; older ones beyond `keep` go.
+        """Write a checkpoint beside the others and then rename it into place; older ones beyond `keep` go, but never the
+        newest healthy one.
 
         Args:
             step: training steps done.
-            state: what the driver remembers, as JSON.
+            state: what the driver remembers, as JSON; `healthy` says whether the steps since the checkpoint before were.
             write: writes the policies into a folder.
         """
         final = self._folder / f"step_{step:06d}"
@@ -72,12 +108,19 @@ class Checkpoints:
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        for old in self.complete()[:-self._keep]:
-            shutil.rmtree(old)
+        found = self.complete()
+        healthy = self._newest_healthy(found)
+        for old in found[:-self._keep]:
+            if old != healthy:
+                shutil.rmtree(old)
         return final
 
+    @staticmethod
+    def _newest_healthy(found: list[Path]) -> Optional[Path]:
+        return next((folder for folder in reversed(found) if _is_healthy(folder)), None)
+
     def latest(self, config: dict[str, Any]) -> Optional[tuple[Path, dict[str, Any], Changes]]:
-        """The newest complete checkpoint, its state, and what the configuration changes; None if there is none.
+        """The newest of the `resumable` checkpoints, its state, and what the configuration changes; None if there is none.
 
         Args:
             config: of the run that wants to continue.
@@ -86,7 +129,7 @@ class Checkpoints:
             ConfigError: the checkpoint belongs to a run that was configured differently in what may not change, or that has
                 done more steps.
         """
-        found = self.complete()
+        found = self.resumable()
         if not found:
             return None
         try:
@@ -114,6 +157,71 @@ def changed(old: dict[str, Any], new: dict[str, Any]) -> Changes:
     ours, theirs = _flat(json.loads(json.dumps(new))), _flat(old)
     keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     return {key: (theirs.get(key), ours.get(key)) for key in keys if not key.startswith(NO_SETTING)}
+
+
+class Saver:
+    """Knows the last step that the actors have trained on from start to end, and saves the run as it was after it.
+
+    An asynchronous context manager around the run: one that stops between two updates, for its health or because a service
+    failed, loses no step that it has done.
+
+    Args:
+        checkpoints: of the run.
+        write: writes the policies into a folder.
+        log: of the run.
+        sampler: of the training questions.
+        config: of the run, as plain data.
+        step: steps that are saved already.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, write: Callable[[Path], Awaitable[None]], log: RunLog, sampler: QuestionSampler,
+        config: dict[str, Any], step: int,
+    ):
+        self._checkpoints = checkpoints
+        self._write = write
+        self._log = log
+        self._sampler = sampler
+        self._config = config
+        self._saved = step
+        self._done: Optional[int] = None
+
+    def updating(self) -> None:
+        """The actors begin to change."""
+        self._done = None
+
+    def updated(self, step: int) -> None:
+        """The actors are those after the whole step, and so is the sampler."""
+        self._done, self._cursor = step, self._sampler.state_dict()
+
+    async def save(self) -> None:
+        """Write a checkpoint of the last whole step, unless there is one."""
+        if self._done == self._saved:
+            return
+        state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._saved), "config": self._config}
+        with self._log.phase(CHECKPOINT):
+            await self._checkpoints.save(self._done, state, self._write)
+        self._saved = self._done
+
+    async def __aenter__(self) -> "Saver":
+        return self
+
+    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        if not isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
+            return
+        if self._done is not None:
+            await self.save()
+        if isinstance(error, UnhealthyRun):
+            folder = self._checkpoints.stop_unhealthy()
+            raise UnhealthyRun(f"{error}; then the same command {f'continues from {folder.name}' if folder else 'begins again'}") from error
+
+
+def _is_healthy(folder: Path) -> bool:
+    """What a checkpoint says of its steps; one that cannot be read is not relied on."""
+    try:
+        return bool(json.loads((folder / "state.json").read_text()).get("healthy", True))
+    except (ValueError, AttributeError):
+        return False
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

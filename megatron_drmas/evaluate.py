@@ -1,4 +1,4 @@
-"""Evaluation of a team on held-out questions; also a command.
+"""Evaluation of a team; also a command.
 
     python -m megatron_drmas.evaluate [--config-name NAME] [key=value …]
 
@@ -14,15 +14,20 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import AsyncIterator, Collection, Optional
+from typing import TYPE_CHECKING, AsyncIterator, Collection, Optional
 
 from megatron_drmas.config.schema import EvaluationConfig, RunConfig
 from megatron_drmas.data.questions import Question
+from megatron_drmas.observability.health import UnhealthyRun, refusal
 from megatron_drmas.observability.history import to_json, write_atomically
 from megatron_drmas.observability.records import GREEDY, SAMPLED, EvaluationRecord, Share, plain
 from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.run_lock import RunLock
 from megatron_drmas.team.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.observability.run_log import RunLog
 
 
 def evaluation_modes(config: EvaluationConfig) -> list[tuple[str, int, Sampling]]:
@@ -61,7 +66,8 @@ def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int
         **asdict(share(of_question.values())),
         pass_at_k=sum(any(answer.success for answer in answers) for answers in whole) / len(whole) if whole else None,
         pass_questions=len(whole), by_source={source: share(found) for source, found in sorted(of_source.items())},
-        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)), trajectories=len(trajectories),
+        trained_on=sum(answers[0].question.in_training for answers in of_question.values()),
     )
 
 
@@ -75,6 +81,32 @@ def share(questions: Collection[list[Trajectory]]) -> Share:
     return Share(questions=len(questions), **found)
 
 
+async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Question], step: int) -> None:
+    """In a training run: evaluate in every mode that is due after `step` steps and not in the log, and log it.
+
+    Raises:
+        UnhealthyRun: too many trajectories are masked for an average to mean anything.
+    """
+    from megatron_drmas.step_record import trajectory_records
+
+    config: RunConfig = cluster.config
+    settings, last = config.evaluation, step == config.steps
+    if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
+        return
+    for mode, samples, sampling in evaluation_modes(settings):
+        if log.evaluated(step, mode):
+            continue
+        with log.phase(f"evaluate ({mode})"):
+            record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
+        problem = refusal(trajectories, config.health, f"the {mode} evaluation after {step} steps does not count")
+        if problem:
+            raise UnhealthyRun(problem)
+        kept = []
+        with log.contained("trajectories"):
+            kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
+        log.log_evaluation(record, kept)
+
+
 def _source(question: Question) -> str:
     hop = question.extra.get("hop")
     return f"{hop} hop" if hop is not None else question.data_source or "all"
@@ -85,13 +117,16 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
 
     Args:
         folder: gets config.yaml, results.jsonl with what is yielded, and trajectories_<mode>.jsonl.
+
+    Raises:
+        UnhealthyRun: too many trajectories are masked for an average to mean anything; they are kept.
     """
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.config.load import to_yaml
-    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.step_record import trajectory_records
 
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+    questions = load_question_sets(config.data).evaluation
     results = ""
     async with Cluster(config, actors=False) as cluster:
         folder.mkdir(parents=True)
@@ -100,6 +135,9 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
             record, trajectories = await evaluate(cluster.collector, questions, 0, mode, *how)
             kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
             write_atomically(folder / f"trajectories_{mode}.jsonl", "".join(to_json(plain(found)) + "\n" for found in kept))
+            problem = refusal(trajectories, config.health, f"the {mode} evaluation does not count")
+            if problem:
+                raise UnhealthyRun(problem)
             results += to_json(plain(record)) + "\n"
             write_atomically(folder / "results.jsonl", results)
             yield record
@@ -107,6 +145,7 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     async def evaluate_here(config: RunConfig) -> None:
         run_dir = Path(config.output_dir) / config.name
@@ -117,10 +156,15 @@ def main() -> int:
         print(f"evaluate: results and trajectories in {folder}", file=sys.stderr)
 
     def command(config: RunConfig) -> None:
-        asyncio.run(evaluate_here(config))
+        from megatron_drmas.cluster.cluster import FAILURES
+
+        try:
+            asyncio.run(evaluate_here(config))
+        except (UnhealthyRun, *FAILURES) as failure:
+            sys.exit(f"evaluate: {failure}")
 
     try:
-        return run_command("python -m megatron_drmas.evaluate", command)
+        return run_command("python -m megatron_drmas.evaluate", command, validate)
     except KeyboardInterrupt:
         print("evaluate: interrupted; modes that were finished are kept", file=sys.stderr)
         return 130

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from megatron_drmas.config.errors import ConfigError
 
@@ -74,14 +74,18 @@ class RunLock:
             os.ftruncate(self._file, 0)
         os.close(self._file)
 
-    def confirm(self) -> None:
+    def confirm(self, lost: Callable[[], None] = lambda: None) -> None:
         """Make sure that the folder still is this process's.
+
+        Args:
+            lost: called before the error is raised.
 
         Raises:
             RunLockLost: a machine that this one's touches did not reach has taken it.
         """
         found = self._read()
         if found != self._record:
+            lost()
             raise RunLockLost(f"{self._folder} has been taken by {_called(found)}; this run must not go on")
 
     def _flock(self) -> bool:

@@ -7,7 +7,7 @@ the mean over its prompt tokens.  The run folder <output_dir>/<name> gets config
 Face folder that training takes as a policy's model.  All ranks run on this machine.
 """
 
-import argparse
+import logging
 import os
 import socket
 import sys
@@ -44,6 +44,7 @@ class SftConfig:
 
 
 ConfigStore.instance().store(name="sft_schema", node=SftConfig)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,16 @@ class TokenisedDialogue:
     prompt_weight: float
 
 
-def validate(config: SftConfig) -> None:
+def validate(config: SftConfig, files: bool = True, machine: bool = True) -> list[str]:
     """Check what can be checked before anything starts.
+
+    Args:
+        config: a composed configuration.
+        files: also check the model's folder and the run's.
+        machine: also check that this machine has the GPUs; otherwise that it lacks them is a warning.
+
+    Returns:
+        What is no error and should be said, a line each.
 
     Raises:
         ConfigError: the first setting that cannot work.
@@ -75,10 +84,16 @@ def validate(config: SftConfig) -> None:
         raise ConfigError("device", config.device, "is unknown", "choose one of: auto, cpu, cuda")
     check_policy("policy", config.policy, config.steps)
     device = "cuda" if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
-        raise ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
-    check_precision(config.precision, device, check_model("policy", config.policy).layers)
-    check_output(Path(config.output_dir) / config.name)
+    warnings = []
+    if files:
+        if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
+            lacking = ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
+            if machine:
+                raise lacking
+            warnings.append(str(lacking))
+        check_precision(config.precision, device, check_model("policy", config.policy).layers)
+        check_output(Path(config.output_dir) / config.name)
+    return warnings
 
 
 def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metrics: None) -> Path:
@@ -121,40 +136,42 @@ def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
 
 
 def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDialogue]:
-    """Render dialogues with the policy's chat template.
+    """Render dialogues with the policy's chat template and its options.
 
-    The prompt's ids are those that training would send to an engine; the response's end with the end-of-sequence token.
+    The prompt's ids are those that training would send to an engine; the response's end with the token that ends an
+    assistant's turn in the template, which ends a response in an engine too.
 
     Raises:
-        ConfigError: an example is longer than the model, or the chat template changes a prompt once it is answered.
+        ConfigError: an example is longer than the model, or the chat template refuses it, leaves a message out, or changes
+            a prompt once it is answered.
     """
     from transformers import AutoConfig
 
-    from megatron_drmas.rollout.tokenizer import load_tokenizer
+    from megatron_drmas.config.check_templates import load_chat
+    from megatron_drmas.rollout.tokenizer import ChatError
 
-    tokenizer = load_tokenizer(config.policy.model)
+    chat = load_chat("policy", config.policy)
     longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
-    examples = []
+    examples, spelled = [], []
     for dialogue in dialogues:
         messages = list(dialogue.messages)
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        if not whole.startswith(prompt):
+        try:
+            chat.check_roles(tuple(message["role"] for message in messages))
+            chat.check_prompt(messages[:-1])
+            prompt, response = chat.dialogue_ids(messages)
+        except ChatError as error:
+            raise ConfigError("data", config.data, f"line {dialogue.line}: {error.problem}", error.remedy) from error
+        if len(prompt) + len(response) > longest:
             raise ConfigError(
-                "data", config.data, f"line {dialogue.line}: the chat template renders the prompt differently before the answer",
-                "use a template that only appends",
+                "data", config.data, f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}", "shorten it",
             )
-        prompt_ids, response = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole[len(prompt):]))
-        if tokenizer.eos_token_id in response:
-            response = response[:response.index(tokenizer.eos_token_id)]
-        response.append(tokenizer.eos_token_id)
-        if len(prompt_ids) + len(response) > longest:
-            raise ConfigError(
-                "data", config.data, f"line {dialogue.line} has {len(prompt_ids) + len(response)} tokens, the model takes {longest}",
-                "shorten it",
-            )
+        spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
-        examples.append(TokenisedDialogue(prompt_ids, response, weight))
+        examples.append(TokenisedDialogue(prompt, response, weight))
+    if spelled:
+        (line, name), more = spelled[0], len({line for line, _ in spelled}) - 1
+        told = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
+        logger.warning(told, config.data, line, more, name)
     return examples
 
 
@@ -232,34 +249,27 @@ def _free_port() -> int:
 
 def main() -> int:
     """The command line."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from megatron_drmas.config.load import SFT_DIR, run_command
 
-    from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
+    def command(config: SftConfig) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    parser = argparse.ArgumentParser(prog="python -m megatron_drmas.sft", description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the composed configuration, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args()
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    try:
-        config = compose_config("sft", args.overrides, CONFIG_DIR / "sft", SftConfig)
-        if args.show:
-            print(to_yaml(config), end="")
-            return 0
-        validate(config)
         os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(config.name, total=config.steps)
             folder = finetune(config, lambda m: bar.update(task, completed=m["step"], description=f"{config.name} loss {m['loss']:.3f}"))
-    except ConfigError as error:
-        print(f"sft: {error}", file=sys.stderr)
-        return 2
+        print(f"fine-tuned policy: {folder}")
+
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    try:
+        return run_command(
+            "python -m megatron_drmas.sft", command, validate, lambda config: tokenise(load_dialogues(config.data, "data"), config),
+            name="sft", schema=SftConfig, recipes=SFT_DIR,
+        )
     except KeyboardInterrupt:
         print("sft: stopped by SIGINT; nothing is kept of it", file=sys.stderr)
         return 130
-    print(f"fine-tuned policy: {folder}")
-    return 0
 
 
 if __name__ == "__main__":

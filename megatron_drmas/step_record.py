@@ -1,6 +1,5 @@
 """What the log keeps of a step."""
 
-from collections import Counter
 from typing import Any, Iterable, Optional
 
 import torch
@@ -8,12 +7,14 @@ import torch
 from megatron_drmas.algorithm.early_warning import agent_statistics
 from megatron_drmas.algorithm.scores import row_scores
 from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.observability.health import WHAT, count_causes, count_step, share
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnRecord, plain
 from megatron_drmas.rollout.batch import TurnBatch
 from megatron_drmas.rollout.collate import collate
-from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
-from megatron_drmas.team.trajectory import Trajectory, Turn
+from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
+
+ZERO = 1e-6  # an advantage that is no larger teaches nothing
 
 
 def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int) -> StepRecord:
@@ -33,6 +34,10 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         name: _agent_metrics(batch, index, len(finished)) | statistics
         for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
     }
+    health = count_step(trajectories, _zero_advantages(batch))
+    for kind in WHAT:
+        for name, count in health[kind]["agents"].items():
+            agents[name][f"{kind}_rate"] = share(count)
     policies = {}
     for policy, values in metrics.items():
         policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
@@ -43,18 +48,29 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         success=_mean(trajectory.success for trajectory in drawn),
         trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
         agents=agents, policies=policies,
-        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        masked=count_causes(trajectories),
         skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
         nonfinite={
             policy: [batch.agents[index] for index in values["nonfinite_agents"]]
             for policy, values in metrics.items() if values["nonfinite_agents"]
         },
+        health=health,
     )
 
 
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values) if values else float("nan")
+
+
+def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
+    """Of every agent, its rows without an advantage and all of those that learn."""
+    zero = batch.advantages[batch.response_offsets[:-1]].abs() <= ZERO
+    counts = {}
+    for index, name in enumerate(batch.agents):
+        rows = (batch.agent == index) & batch.trainable
+        counts[name] = [int((zero & rows).sum()), int(rows.sum())]
+    return counts
 
 
 def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:
@@ -68,7 +84,6 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
         "advantage_mean": advantages.mean().item(),
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
-        "invalid_rate": 1.0 - rows.valid.to(torch.float32).mean().item(),
         "calls_per_trajectory": len(rows) / trajectories,
     }
 
@@ -96,6 +111,7 @@ def merge_stages(stages: list[tuple[list[Trajectory], TurnBatch]]) -> tuple[list
 
 def trajectory_records(
     trajectories: list[Trajectory], config: RunConfig, tokenizers: dict[str, ChatTokenizer], batch: Optional[TurnBatch] = None,
+    refused: bool = False,
 ) -> list[TrajectoryRecord]:
     """What is kept of a step's or an evaluation's trajectories: as many as config.logging says, in their order.
 
@@ -104,9 +120,10 @@ def trajectory_records(
     Args:
         tokenizers: by policy; they turn prompts back into text.
         batch: of a training step, the rows of all its trajectories that are not masked, with advantages.
+        refused: they are of a training step that has no rows.
     """
     settings = config.logging
-    most = settings.trajectories_per_evaluation if batch is None else settings.trajectories_per_step
+    most = settings.trajectories_per_evaluation if batch is None and not refused else settings.trajectories_per_step
     scores = None if batch is None else row_scores(batch, config.algorithm).tolist()
     places = [] if batch is None else zip(batch.trajectory.tolist(), batch.turn.tolist())
     row_of = {place: row for row, place in enumerate(places)}

@@ -43,42 +43,45 @@ async def run(config: RunConfig) -> None:
             if not stop.aborted:
                 raise
             checkpoints.discard_partial()
-            saved = checkpoints.complete()
+            saved = checkpoints.resumable()
             rest = f"the same command continues from {saved[-1]}" if saved else "nothing was saved yet"
             sys.exit(f"stopped at once by {stop.requested}; {rest}")
 
 
-async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[], None]) -> None:
+async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[Callable[[], None]], None]) -> None:
     """Run a validated configuration to its end, or on from its last checkpoint.
 
     Args:
         checkpoints: of the run's folder.
         stop: ends the run after a step, or cancels it.
-        confirm: called before anything of a step is written; raises where that must not be.
+        confirm: called before anything of a step is written; where that must not be, calls its argument and raises.
 
     Raises:
         ConfigError: the run folder's checkpoint belongs to a run that was configured differently.
         ProcessFailure: an actor, an engine or the retrieval server failed.
+        UnhealthyRun: going on would waste the run's time or ruin what it has learned (`config.HealthConfig`).
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
     from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
+    from megatron_drmas.checkpointing import Saver
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.config.load import to_dict
-    from megatron_drmas.data.questions import load_questions
+    from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.data.sampler import QuestionSampler
+    from megatron_drmas.evaluate import evaluate_team
+    from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
     from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
     from megatron_drmas.step_record import merge_stages, step_record, trajectory_records
 
-    questions = load_questions(config.data.train, "data.train")
+    sets = load_question_sets(config.data)
+    questions = sets.train
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
     agents, policies = tuple(config.team.agents), tuple(config.policies)
-    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
-    if not learning:
-        raise ConfigError("team.agents", list(agents), "no agent learns: each, or its policy, is not trainable", "let one learn, or use megatron_drmas.evaluate")
+    learning = learning_agents(config)
     stages = [(learning, sampling)]
     if config.algorithm.sequential:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
@@ -93,24 +96,26 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
         print("nothing left to do:", *last_words(run_dir, finished), sep="\n")
         return
 
-    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step=done if resumed else None) as log:
-        async with Cluster(config, log.phase) as cluster:
+    resume_step = done if resumed else None
+    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
+        if resumed and folder != checkpoints.complete()[-1]:
+            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
+        async with (
+            Cluster(config, log.phase, log.note, log.log_restart) as cluster,
+            Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
+        ):
             if resumed:
                 with log.phase("load checkpoint"):
                     sampler.load_state_dict(state["sampler"])
                     await cluster.load(folder)
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done * len(stages), verify=True)
-            if not resumed:
-                checkpoints.clear()  # only now: the new run has come as far as starting
+            checkpoints.clear(after=done)  # only now: the run has come as far as starting
             log.started()
+            tokenizers = cluster.collector.tokenizers
             log.log_changes(changes)
-            await evaluate_team(cluster, log, done)
-
-            async def save(step: int) -> None:
-                with log.phase("checkpoint"):
-                    await checkpoints.save(step, {"sampler": sampler.state_dict(), "config": to_dict(config)}, cluster.save)
-
+            saver.updated(done)
+            await evaluate_team(cluster, log, sets.evaluation, done)
             stop.polite(log.note)
 
             for step in range(done + 1, config.steps + 1):
@@ -122,32 +127,37 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                             lambda count: [questions[index] for index in sampler.draw(count)],
                             config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
                         )
+                    problem = refusal(trajectories, config.health, f"step {step} is not trained on")
+                    if problem:
+                        confirm(log.abandon)
+                        refused = trajectory_records(trajectories, config, tokenizers, refused=True)
+                        log.log_refused(step, problem, count_causes(trajectories), refused)
+                        raise UnhealthyRun(problem)
                     with log.phase("advantages"):
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
                         sampled.append((trajectories, batch))
                     with log.phase("update"):
+                        saver.updating()
                         metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
                     with log.phase("weight_sync"):
                         await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
-                try:
-                    confirm()
-                except RunLockLost:
-                    log.abandon()  # the folder is another's
-                    raise
+                confirm(log.abandon)
                 trajectories, batch = merge_stages(sampled)
-                log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
+                problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
                 with log.contained("trajectories"):
-                    log.log_trajectories(step, trajectory_records(trajectories, config, cluster.collector.tokenizers, batch))
-                due = step == config.steps or config.checkpoint.every and step % config.checkpoint.every == 0
-                if due:
-                    await save(step)
+                    log.log_trajectories(step, trajectory_records(trajectories, config, tokenizers, batch))
+                saver.updated(step)
+                last = step == config.steps
+                if last or config.checkpoint.every and step % config.checkpoint.every == 0:
+                    await saver.save()
+                if problem and not last:
+                    raise UnhealthyRun(problem)
                 if not stop.requested:
-                    await stop.unless_requested(evaluate_team(cluster, log, step))
+                    await stop.unless_requested(evaluate_team(cluster, log, sets.evaluation, step))
                 if stop.requested:
-                    if not due:
-                        await save(step)
+                    await saver.save()
                     sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
             stop.polite(None)
 
@@ -156,44 +166,49 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                     await cluster.export(run_dir / "hf")
 
 
-async def evaluate_team(cluster, log, step: int) -> None:
-    """Evaluate on the held-out questions in every mode that is due after `step` steps and not in the log, and log it."""
-    from megatron_drmas.data.questions import load_questions
-    from megatron_drmas.evaluate import evaluate, evaluation_modes
-    from megatron_drmas.step_record import trajectory_records
+def learning_agents(config: RunConfig) -> set[str]:
+    """The agents whose policies are trained on what they say.
 
-    config: RunConfig = cluster.config
-    settings, last = config.evaluation, step == config.steps
-    if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
-        return
-    questions = load_questions(config.data.eval, "data.eval", config.data.eval_limit)
-    for mode, samples, sampling in evaluation_modes(settings):
-        if log.evaluated(step, mode):
-            continue
-        with log.phase(f"evaluate ({mode})"):
-            record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
-        kept = []
-        with log.contained("trajectories"):
-            kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
-        log.log_evaluation(record, kept)
+    Raises:
+        ConfigError: there is none.
+    """
+    learning = {name for name, agent in config.team.agents.items() if agent.trainable and config.policies[agent.policy].trainable}
+    if not learning:
+        problem = "no agent learns: each, or its policy, is not trainable"
+        raise ConfigError("team.agents", list(config.team.agents), problem, "let one learn, or use megatron_drmas.evaluate")
+    return learning
+
+
+def check(config: RunConfig) -> None:
+    """What a run checks before it starts, beyond what every command does.
+
+    Raises:
+        ConfigError: no agent learns, or the run folder's checkpoint belongs to a run that was configured differently.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.config.load import to_dict
+
+    learning_agents(config)
+    if config.resume == "auto":
+        Checkpoints(Path(config.output_dir) / config.name / "checkpoints", config.checkpoint.keep).latest(to_dict(config))
 
 
 def main() -> int:
     from megatron_drmas.config.load import run_command
+    from megatron_drmas.config.validate import validate
 
     def command(config: RunConfig) -> None:
-        from megatron_drmas.cluster.process import ProcessFailure
+        from megatron_drmas.cluster.cluster import FAILURES
+        from megatron_drmas.observability.health import UnhealthyRun
         from megatron_drmas.observability.history import HistoryError
-        from megatron_drmas.rollout.client import EngineTimeout
-        from megatron_drmas.weight_sync.errors import WeightSyncError
 
         try:
             asyncio.run(run(config))
-        except (ProcessFailure, EngineTimeout, WeightSyncError, RunLockLost, HistoryError) as failure:
+        except (UnhealthyRun, RunLockLost, HistoryError, *FAILURES) as failure:
             sys.exit(f"train: {failure}")
 
     try:
-        return run_command("python -m megatron_drmas.train", command)
+        return run_command("python -m megatron_drmas.train", command, validate, check)
     except KeyboardInterrupt:
         print("train: stopped by SIGINT before it had begun", file=sys.stderr)
         return 130

@@ -55,6 +55,24 @@ def test_failed_trajectories_are_counted_and_count_for_nothing_else():
     assert step.agents["search"]["entropy"] == 0.3
 
 
+def test_the_shares_of_a_step_are_counted_by_agent():
+    """Returns 1 and 0 of one question: both agents learn, but search's valid and invalid rows differ from each other too."""
+    step = record(metrics())
+    assert step.health["masked"] == {"team": [1, 3], "agents": {"search": [1, 3], "answer": [0, 2]}}
+    assert step.health["invalid"] == {"team": [1, 5], "agents": {"search": [1, 3], "answer": [0, 2]}}
+    assert step.health["truncated"]["team"] == [0, 5] and step.health["rewarded"]["team"] == [1, 2]
+    assert step.health["zero_advantage"] == {"team": [0, 5], "agents": {"search": [0, 3], "answer": [0, 2]}}
+    assert step.agents["search"]["masked_rate"] == 1 / 3 and step.agents["answer"]["zero_advantage_rate"] == 0.0
+
+
+def test_rows_without_an_advantage_are_counted_where_they_learn():
+    same = [replace(each, reward=0.0, turns=[turn("search", 0), turn("answer", 1)], failure=None) for each in trajectories()]
+    batch = collate(same, AGENTS, ("writer",), {"search"})
+    batch.advantages = compute_advantages(batch, AlgorithmConfig())
+    step = step_record(1, same, batch, metrics(), tokens_generated=18)
+    assert step.health["zero_advantage"] == {"team": [3, 3], "agents": {"search": [3, 3]}}
+
+
 def test_a_skipped_step_names_the_policy_and_the_agents_in_it():
     step = record(metrics(skipped=1, nonfinite_agents=[1]))
     assert step.skipped == {"writer": 1} and step.nonfinite == {"writer": ["answer"]}

@@ -1,7 +1,7 @@
 """Small random Hugging Face model folders (weights and config, no tokenizer) for tests."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 235,
@@ -36,6 +36,12 @@ def make_qwen2(directory: str, seed: int = 0, tied: bool = False, dtype: torch.d
     """Write a Qwen2 whose q, k and v biases are not zero; `overrides` are Qwen2Config fields.  Returns `directory`."""
     config = Qwen2Config(**{**SIZES, "tie_word_embeddings": tied, **overrides})
     return _write(Qwen2ForCausalLM, config, directory, seed, dtype)
+
+
+def make_qwen3_moe(directory: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> str:
+    """Write a Qwen3-MoE of four experts, two a token; `overrides` are Qwen3MoeConfig fields.  Returns `directory`."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True, "head_dim": 32}
+    return _write(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**SIZES, **experts, **overrides}), directory, seed, dtype)
 
 
 def _write(model_class: type, config, directory: str, seed: int, dtype: torch.dtype) -> str:

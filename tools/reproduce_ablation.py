@@ -1,208 +1,32 @@
-"""Dr. MAS's ablation on the tiny search team, from one command.
+"""Dr. MAS's comparison of normalisations, from one command.
 
-    python -m tools.reproduce_ablation [--out DIR] [--seeds 5] [--steps 40] [--precisions fp32 fp8_emulated]
+    python -m tools.reproduce_ablation --bandit     a bandit with a conditional role, and its sign turned: a minute
+    python -m tools.reproduce_ablation --replica    the gated tiny team's training, replicated in plain torch: seconds a run
+    python -m tools.reproduce_ablation --gated      the gated tiny team, trained by the project: minutes a run
+    python -m tools.reproduce_ablation              the tiny team, whose roles are all called about equally often
 
-First every variant on identical rollouts of the frozen policies (gradient norm, E[A^2], calls that are alone on their
-question), in a team with a role that is rare by design and under the limit of turns that makes the lemma's factor
-largest; then training runs, variant x precision x seed.
-Writes DIR/ablation.md, DIR/ablation.png and DIR/ablation.json.  Interrupted, the same command goes on where it was.
+Each has options of its own (`--replica --help`), writes a table, a figure and its data, and goes on where it was interrupted.
 """
 
 import argparse
-import asyncio
-import json
+import importlib
 import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import Callable
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from megatron_drmas.config.load import compose_config
-from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.config.validate import validate
-from megatron_drmas.observability.history import read_json_lines, write_atomically
-from tools.ablation.report import write_figure, write_table
-from tools.ablation.results import Run, read_run, summarise
-from tools.ablation.variants import VARIANTS
-
-TURNS = (2, 3, 4)
-PRECISIONS = ("fp32", "bf16", "fp8_emulated")
-
-
-def frozen_config(args: argparse.Namespace) -> RunConfig:
-    """The tiny team with learning rate 0."""
-    config = compose_config(
-        "search_hetero",
-        [
-            "name=frozen",
-            f"team={args.team}",
-            f"output_dir={args.out}",
-            f"variables.tiny_team={args.tiny_team}",
-            *(
-                f"policies.{policy}.{setting}"
-                for policy in ("qwen2", "llama")
-                for setting in ("optimizer.lr=0", "parallel.tensor=1", "parallel.pipeline=1")
-            ),
-        ],
-    )
-    validate(config)
-    return config
-
-
-def frozen_results(args: argparse.Namespace, bars: Progress) -> dict:
-    """`frozen_study`'s, or what an earlier command with the same arguments has left.
-
-    Raises:
-        SystemExit: DIR is of a command with other arguments.
-    """
-    saved = args.out / "frozen.json"
-    arguments = {name: str(getattr(args, name)) for name in ("tiny_team", "team", "max_turns", "frozen_batches")}
-    if not saved.exists():
-        write_atomically(saved, json.dumps({"arguments": arguments, **asyncio.run(frozen_study(args, bars))}))
-    frozen = json.loads(saved.read_text())
-    for name, value in arguments.items():
-        if frozen["arguments"][name] != value:
-            option = f"--{name.replace('_', '-')}"
-            sys.exit(f"reproduce_ablation: {saved} was made with {option} {frozen['arguments'][name]}, not {value}; choose another --out")
-    return frozen
-
-
-async def frozen_study(args: argparse.Namespace, bars: Progress) -> dict:
-    """Measure the lemma's factor, choose the task's limit of turns, and compare the variants."""
-    from megatron_drmas.cluster.cluster import Cluster
-    from tools.ablation.frozen import FrozenStudy
-
-    task = bars.add_task("frozen policies", total=args.frozen_batches * len(VARIANTS))
-    async with Cluster(frozen_config(args)) as cluster:
-        await cluster.sync_weights(0)
-        study = FrozenStudy(cluster)
-        candidates = [args.max_turns] if args.max_turns else list(TURNS)
-        turns, factors = await study.rarest_turns(candidates, args.frozen_batches)
-        compared = await study.compare(turns, args.frozen_batches, lambda: bars.advance(task))
-    return {"max_turns": turns, "factors": factors[turns], "factors_by_turns": factors, "variants": compared}
-
-
-def train(
-    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: int, done: int
-) -> None:
-    """One training run in a process of its own; the bar follows its metrics.jsonl.
-
-    Raises:
-        SystemExit: the run failed; names its log.
-    """
-    name = f"{precision}_{variant}_{seed}"
-    folder, log = args.out / "runs" / name, args.out / "runs" / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_drmas.train",
-        f"name={name}",
-        f"output_dir={args.out / 'runs'}",
-        f"variables.tiny_team={args.tiny_team}",
-        f"seed={seed}",
-        f"team={args.team}",
-        f"steps={args.steps}",
-        f"precision={precision}",
-        f"team.workflow.max_turns={max_turns}",
-        "evaluation.before=false",
-        "checkpoint.keep=1",
-        "checkpoint.export=false",
-        *VARIANTS[variant].overrides,
-        *args.override,
-    ]
-    bars.update(task, description=f"{precision} {VARIANTS[variant].label} seed {seed}")
-    with open(log, "a") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            while process.poll() is None:
-                time.sleep(1)
-                bars.update(task, completed=done + steps_done(folder))
-        except BaseException:
-            process.terminate()  # it finishes its step and saves; `with` waits for that
-            raise
-    if process.returncode:
-        sys.exit(f"reproduce_ablation: run {name} ended with exit code {process.returncode}; see {log}")
-
-
-def steps_done(folder: Path) -> int:
-    metrics = folder / "metrics.jsonl"
-    return sum(line["kind"] == "step" for line in read_json_lines(metrics)) if metrics.exists() else 0
-
-
-def collect_runs(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
-    """precision -> variant -> runs over seeds: all in the folder that have made so many steps, also of earlier commands."""
-    runs: dict[str, dict[str, list[Run]]] = {}
-    for precision in PRECISIONS:
-        for variant in VARIANTS:
-            for metrics in sorted((args.out / "runs").glob(f"{precision}_{variant}_[0-9]*/metrics.jsonl")):
-                if steps_done(metrics.parent) >= args.steps:
-                    runs.setdefault(precision, {}).setdefault(variant, []).append(read_run(metrics))
-    return runs
-
-
-def write_results(args: argparse.Namespace, frozen: dict) -> None:
-    runs = collect_runs(args)
-    trained = {precision: {variant: summarise(of) for variant, of in variants.items()} for precision, variants in runs.items()}
-    write_atomically(args.out / "ablation.json", json.dumps({"frozen": frozen, "trained": trained}, indent=1))
-    write_table(args.out / "ablation.md", frozen, frozen["variants"], trained)
-    if runs:
-        write_figure(args.out / "ablation.png", runs)
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
-        return int(text)
-
-    return count
+MODES = {"bandit": "bandit_command", "replica": "replica_command", "gated": "gated_command", "ungated": "ungated"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.reproduce_ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="folder to write (default: %(default)s)")
-    parser.add_argument(
-        "--tiny-team", type=Path, default=Path("outputs/tiny_team"), help="made if it is not there (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=_count(0), default=5, help="training runs of each variant and precision; 0: frozen policies only"
-    )
-    parser.add_argument("--steps", type=_count(1), default=40)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "fp8_emulated"], choices=PRECISIONS)
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        default=list(VARIANTS),
-        choices=list(VARIANTS),
-        metavar="VARIANT",
-        help=f"of {', '.join(VARIANTS)}",
-    )
-    parser.add_argument("--team", default="search_tiny_rare", choices=["search_tiny", "search_tiny_rare"])
-    parser.add_argument("--max-turns", type=_count(0), default=0, help="of the workflow; 0: where some agent's calls are rarest")
-    parser.add_argument("--frozen-batches", type=_count(1), default=4, help="rollouts that the frozen comparison averages over")
-    parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="further settings of the training runs")
-    args = parser.parse_args()
+    """Hand the command line to the mode's own command."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    modes = parser.add_mutually_exclusive_group()
+    for mode in MODES:
+        modes.add_argument(f"--{mode}", action="store_const", dest="mode", const=mode, default="ungated")
+    chosen, rest = parser.parse_known_args()
+    if chosen.mode == "ungated" and {"-h", "--help"} & set(rest):
+        print(__doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("reproduce_ablation: stopped; the same command goes on from here"))
-    args.out, args.tiny_team = args.out.resolve(), args.tiny_team.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not (args.tiny_team / "corpus.jsonl").exists():
-        subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(args.tiny_team)], check=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bars:
-        frozen = frozen_results(args, bars)
-        write_results(args, frozen)
-        plan = [(v, p, s) for s in range(args.seeds) for p in args.precisions for v in args.variants]
-        if plan:
-            task = bars.add_task("training", total=len(plan) * args.steps)
-            for number, (variant, precision, seed) in enumerate(plan):
-                train(args, variant, precision, seed, frozen["max_turns"], bars, task, number * args.steps)
-                write_results(args, frozen)
-    print((args.out / "ablation.md").read_text())
+    importlib.import_module(f"tools.ablation.{MODES[chosen.mode]}").main(rest)
 
 
 if __name__ == "__main__":

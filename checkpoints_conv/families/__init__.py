@@ -21,7 +21,7 @@ def family_of(config: dict) -> Family:
         ConversionError: names the architecture and those that are known, or what the checkpoint is instead.
     """
     for key, what in FOREIGN.items():
-        if config.get(key):
+        if config.get(key) is not None:
             raise ConversionError(f"config.json has {key!r}: {what}")
     architectures = group(config, "architectures", list)
     if len(architectures) != 1:

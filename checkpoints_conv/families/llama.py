@@ -5,7 +5,8 @@ from checkpoints_conv.families.base import ATTENTION, MLP, Family
 FAMILY = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
+    config_class="LlamaConfig",
     layer=ATTENTION + MLP,
     llama3_rope=True,
-    requires={"attention_bias": False, "mlp_bias": False},
+    fixed={"attention_bias": False, "mlp_bias": False},
 )

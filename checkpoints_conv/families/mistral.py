@@ -2,4 +2,10 @@
 
 from checkpoints_conv.families.base import ATTENTION, MLP, Family
 
-FAMILY = Family(architecture="MistralForCausalLM", model_type="mistral", layer=ATTENTION + MLP)
+FAMILY = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    config_class="MistralConfig",
+    layer=ATTENTION + MLP,
+    also_read=("sliding_window",),
+)

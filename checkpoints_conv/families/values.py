@@ -15,7 +15,7 @@ def whole(config: dict, key: str, default: Optional[int] = None, most: int = 2**
     """
     value = _present(config, key, default)
     if type(value) is not int or not 1 <= value <= most:
-        raise ConversionError(f"config.json has {key}={_shown(value)}; it must be a whole number from 1 to {most}")
+        raise ConversionError(f"config.json has {key}={shown(value)}; it must be a whole number from 1 to {most}")
     return value
 
 
@@ -27,7 +27,7 @@ def positive(config: dict, key: str) -> float:
     """
     value = _present(config, key)
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-        raise ConversionError(f"config.json has {key}={_shown(value)}; it must be a positive number")
+        raise ConversionError(f"config.json has {key}={shown(value)}; it must be a positive number")
     return float(value)
 
 
@@ -39,7 +39,7 @@ def flag(config: dict, key: str) -> bool:
     """
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ConversionError(f"config.json has {key}={_shown(value)}; it must be true or false")
+        raise ConversionError(f"config.json has {key}={shown(value)}; it must be true or false")
     return bool(value)
 
 
@@ -53,11 +53,11 @@ def group(config: dict, key: str, kind: type) -> Any:
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        raise ConversionError(f"config.json has {key}={_shown(value)}; it must be {'a list' if kind is list else 'an object'}")
+        raise ConversionError(f"config.json has {key}={shown(value)}; it must be {'a list' if kind is list else 'an object'}")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in a message, however long it is."""
     return reprlib.repr(value)
 

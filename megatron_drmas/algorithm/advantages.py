@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron_drmas.algorithm.estimators import ESTIMATORS, group_columns
-from megatron_drmas.algorithm.scores import row_scores
+from megatron_drmas.algorithm.scores import row_scores, score_magnitudes
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.agent_advantage import agent_advantages
@@ -54,7 +54,8 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step" and not advantage.clip:
         group, _ = dense_index(*group_columns(batch, advantage.group_key))
         return agent_advantages(
-            scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon
+            scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon,
+            score_magnitudes(batch, config),
         )
     rows = ESTIMATORS[advantage.estimator](scores, batch, config)
     if advantage.clip:

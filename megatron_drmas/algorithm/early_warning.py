@@ -30,7 +30,7 @@ def agent_statistics(batch: TurnBatch) -> list[dict[str, float]]:
     trajectory, trajectories = dense_index(group, batch.trajectory)
     group_of = torch.full((trajectories,), groups).scatter_(0, trajectory, group)
     over_trajectories = cell_statistics(segment_mean(returns, trajectory, trajectories), group_of, groups + 1)
-    spread = over_trajectories.std > 0
+    spread = over_trajectories.spread
     variance = over_trajectories.m2 / over_trajectories.count.clamp(min=1)
     squared = torch.where(
         spread[group], (returns - over_trajectories.mean[group]).square() / torch.where(spread, variance, 1.0)[group], 0.0

@@ -17,7 +17,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
 from megatron_drmas.rollout.batch import TurnBatch
 
-MAX_LOG_RATIO = 20.0  # exp of more than this is clipped anyway and would overflow in sums
+MAX_LOG_RATIO = 20.0  # ratios are held at exp of this, 4.9e8: more would overflow in float32 sums of squares
 KL_ESTIMATORS = ("k1", "k2", "k3")
 AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 
@@ -47,7 +47,8 @@ class LossOutputs:
     `sums` and `maxima` are detached and indexed by agent, float32 [agents]; add sums (take the maximum of maxima) over
     micro-batches and ranks, then divide a sum by the sum `tokens` for its mean:
 
-    tokens, loss, clipped (tokens whose gradient the clip removed), ratio (pi / pi_old), kl_old (k3 estimate of
+    tokens, loss, clipped (tokens whose gradient the clip removed, or limited to that of a ratio of e^20), ratio (pi / pi_old, at
+    most e^20), kl_old (k3 estimate of
     KL(pi_old || pi)), kl_reference, entropy, prob_ratio (exp |log pi_old - log pi_engine|), mismatch (|the same difference|),
     chi_square ((pi_old / pi_engine)^2 - 1), corrected (tokens whose importance weight was capped or masked),
     gradient_mass (|d loss / d logprob|, already weighted: report the sum, or its share).
@@ -79,7 +80,7 @@ def register_loss(name: str) -> Callable[[TokenLoss], TokenLoss]:
 def ppo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate per token (arXiv 1707.06347, eq. 7) with separate bounds (DAPO's clip-higher, arXiv 2503.14476)
     and the dual clip for negative advantages (arXiv 1912.09729, eq. 5)."""
-    return _clipped(log_ratio.exp(), inputs.advantages, config, config.dual_clip)
+    return _clipped(log_ratio, inputs.advantages, config, config.dual_clip)
 
 
 @register_loss("gspo")
@@ -90,7 +91,7 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Ten
     """
     length = torch.bincount(inputs.sequence, minlength=inputs.sequences).clamp(min=1)
     mean = segment_sum(log_ratio, inputs.sequence, inputs.sequences) / length
-    return _clipped(mean.exp()[inputs.sequence], inputs.advantages, config, 0.0)
+    return _clipped(mean[inputs.sequence], inputs.advantages, config, 0.0)
 
 
 @register_loss("teamtr")
@@ -101,14 +102,40 @@ def teamtr(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[T
     KL(pi_old || pi) that stops the update.
     """
     total = segment_sum(log_ratio, inputs.sequence, inputs.sequences)
-    ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[inputs.sequence]
-    return _clipped(ratio, inputs.advantages, config, 0.0)
+    return _clipped(total[inputs.sequence], inputs.advantages, config, 0.0)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig, dual_clip: float) -> tuple[Tensor, Tensor]:
+class _HeldExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exponent):
+        value = exponent.clamp(max=MAX_LOG_RATIO).exp()
+        ctx.save_for_backward(value)
+        return value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+def held_exp(exponent: Tensor) -> Tensor:
+    """exp(x) up to e^20, which it is held at; its gradient is its value: exp(x), from x = 20 on that of x = 20.
+
+    So the gradient of a ratio keeps its sign and stays finite however large the ratio is, where clamping x would make it 0.
+    """
+    return _HeldExp.apply(exponent)
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig, dual_clip: float) -> tuple[Tensor, Tensor]:
+    """max(-A w, -A clip(w)) with w = exp(log_ratio), for A < 0 at most dual_clip |A| if that is given.
+
+    For A < 0 and without dual_clip w is not bounded from above, by PPO's definition: d loss / d log w = |A| w pushes back the
+    harder the further the policy has gone.  Beyond w = e^20 it pushes as at e^20 (`held_exp`), and counts as clipped.
+    """
+    ratio = held_exp(log_ratio)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    clipped = clipped | ((advantages != 0) & (log_ratio > MAX_LOG_RATIO))
     if dual_clip:
         ceiling = -advantages * dual_clip
         capped = (advantages < 0) & (loss > ceiling)
@@ -119,15 +146,15 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig, dual_clip: f
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens of the policy, [n] (Schulman, "Approximating KL divergence").
 
-    With r = pi_ref / pi: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.  As a loss only k2 has the gradient of
-    that KL in expectation; k1's is zero in expectation, k3's is that of KL(reference || policy).
+    With r = pi_ref / pi: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with r held at e^20 (`held_exp`).  As a loss only
+    k2 has the gradient of that KL in expectation; k1's is zero in expectation, k3's is that of KL(reference || policy).
     """
-    log_r = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_r = reference - logprobs
     if estimator == "k1":
         return -log_r
     if estimator == "k2":
         return log_r.square() / 2
-    return log_r.exp() - 1 - log_r
+    return held_exp(log_r) - 1 - log_r
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -146,7 +173,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         )
     logprobs = inputs.logprobs
     old = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = logprobs - old
     token_loss, clipped = LOSSES[config.name](inputs, log_ratio, config)
     correction, corrected = mismatch_correction(old - inputs.engine_logprobs, inputs.sequence, inputs.sequences, config.mismatch)
     token_loss = token_loss * correction
@@ -165,15 +192,15 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if logprobs.requires_grad:
         reported["gradient_mass"] = torch.autograd.grad(loss, logprobs, retain_graph=True)[0].abs()
 
-    mismatch = (old - inputs.engine_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mismatch = old - inputs.engine_logprobs
     reported |= {
         "tokens": torch.ones_like(weighted),
         "loss": weighted,
-        "ratio": log_ratio.exp(),
+        "ratio": held_exp(log_ratio),
         "kl_old": kl_penalty(old, logprobs, "k3"),
-        "prob_ratio": mismatch.abs().exp(),
+        "prob_ratio": held_exp(mismatch.abs()),
         "mismatch": mismatch.abs(),
-        "chi_square": (2 * mismatch).exp() - 1,
+        "chi_square": held_exp(mismatch).square() - 1,
     }
     if inputs.entropy is not None:
         reported["entropy"] = inputs.entropy

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
-from megatron_drmas.kernels.segments import dense_index
 from megatron_drmas.rollout.batch import TurnBatch
 
 
@@ -13,7 +12,7 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 
         s = w_trajectory R(trajectory) + w_role r_role + w_turn r_turn + w_verdict c - penalty [output invalid] - overlong
 
-    with c = 1 or -1 on an agent's last verdict of a trajectory, and 0 elsewhere.
+    with c = 1 or -1 on a verdict on what the trajectory returned, and 0 elsewhere.
 
     The declared weights follow UnityMAS-O (rewards at role, turn and trajectory level); w_trajectory = alpha and
     w_turn = 1 is AT-GRPO's alpha x team + local reward; the invalid-output penalty is Dr. MAS's and falls only on the
@@ -22,18 +21,7 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     Raises:
         ValueError: a weighted column is missing, or a score is not finite.
     """
-    reward = config.reward
-    scores = reward.trajectory * batch.reward
-    for weight, column in ((reward.role, "role_reward"), (reward.turn, "turn_reward")):
-        if weight:
-            scores = scores + weight * required_column(batch, column, f"algorithm.reward.{column[:-7]} = {weight}")
-    if reward.verdict:
-        verdict = required_column(batch, "verdict", f"algorithm.reward.verdict = {reward.verdict}")
-        scores = scores + reward.verdict * verdict_credit(last_verdicts(verdict, batch), batch.reward >= reward.success)
-    scores = scores - config.invalid_penalty * ~batch.valid
-    if reward.overlong.penalty:
-        limits = required_column(batch, "response_limits", f"algorithm.reward.overlong.penalty = {reward.overlong.penalty}")
-        scores = scores - overlong_penalty(batch.response_lengths, limits, reward.overlong)
+    scores = sum(score_terms(batch, config))
     if len(scores) and not torch.stack(scores.aminmax()).isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         agent = batch.agents[int(batch.agent[row])]
@@ -42,6 +30,36 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
             "advantages need finite scores; mask the trajectory or correct its reward"
         )
     return scores
+
+
+def score_magnitudes(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
+    """The sum of the sizes of what every row's score adds up, float32 [R]: its rounding error is a share of this.
+
+    Rewards and penalties that cancel leave a score far below it, but not its rounding error.
+    """
+    return sum(term.abs() for term in score_terms(batch, config))
+
+
+def score_terms(batch: TurnBatch, config: AlgorithmConfig) -> list[Tensor]:
+    """What the rows' scores add up, float32 [R] each; the trajectory's part is the first.
+
+    Raises:
+        ValueError: a weighted column is missing.
+    """
+    reward = config.reward
+    terms = [reward.trajectory * batch.reward]
+    for weight, column in ((reward.role, "role_reward"), (reward.turn, "turn_reward")):
+        if weight:
+            terms.append(weight * required_column(batch, column, f"algorithm.reward.{column[:-7]} = {weight}"))
+    if reward.verdict:
+        verdict = required_column(batch, "verdict", f"algorithm.reward.verdict = {reward.verdict}")
+        terms.append(reward.verdict * verdict_credit(verdict, batch.reward >= reward.success))
+    if config.invalid_penalty:
+        terms.append(-config.invalid_penalty * ~batch.valid)
+    if reward.overlong.penalty:
+        limits = required_column(batch, "response_limits", f"algorithm.reward.overlong.penalty = {reward.overlong.penalty}")
+        terms.append(-overlong_penalty(batch.response_lengths, limits, reward.overlong))
+    return terms
 
 
 def required_column(batch: TurnBatch, column: str, wanted_by: str) -> Tensor:
@@ -67,20 +85,6 @@ def verdict_credit(verdict: Tensor, success: Tensor) -> Tensor:
     """
     agrees = (verdict == 1) == success
     return torch.where(verdict < 0, 0.0, agrees.float() * 2 - 1)
-
-
-def last_verdicts(verdict: Tensor, batch: TurnBatch) -> Tensor:
-    """`verdict` where it is the last of its agent in its trajectory, else -1.
-
-    The outcome says nothing about an earlier one: a solution that was rejected may have been corrected since.
-
-    Args:
-        verdict: int [R].
-    """
-    cell, cells = dense_index(batch.group, batch.trajectory, batch.agent)
-    turn = torch.where(verdict < 0, -1, batch.turn)
-    last = turn.new_full((cells,), -1).scatter_reduce_(0, cell, turn, "amax")
-    return torch.where(turn == last[cell], verdict, -1)
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, config: OverlongConfig) -> Tensor:

@@ -14,6 +14,8 @@ from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
 from megatron_drmas.rollout.batch import TurnBatch
 
+MAX_LOG_RATIO = 300.0  # of a message, in float64: sums over messages stay finite
+
 
 def message_kl(sampled: Tensor, current: Tensor, sequence: Tensor, sequences: int) -> float:
     """Estimate of KL(pi_sampled || pi_current) per message: the mean over messages of sum_t log(pi_sampled / pi_current).
@@ -40,12 +42,13 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
         message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
         the same KL that is never negative, for the certificate; and surrogate, the sum over messages of
         min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included in which this agent did
-        not speak, that is the certificate's L in units of the normalised advantage, less what clipping may hide.
+        not speak, that is the certificate's L in units of the normalised advantage, less what clipping may hide.  A ratio is
+        held at e^MAX_LOG_RATIO, its logarithm is not.
     """
     rows = len(batch)
     sequence = expand_rows(torch.arange(rows), batch.response_lengths)
-    log_ratio = segment_sum((current - sampled).double(), sequence, rows).clamp(-20, 20)
-    ratio = log_ratio.exp()
+    log_ratio = segment_sum((current - sampled).double(), sequence, rows)
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     spoke = batch.response_lengths > 0
     advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
     bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)

@@ -7,5 +7,5 @@ loopback only; the variable that does this is named after the systems on which i
 import os
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-if not os.environ.get("RAY_ADDRESS"):
+if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Optional
@@ -14,20 +14,30 @@ import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.ray_start import RaySession
 from megatron_drmas.cluster.retrieval import RetrievalService
-from megatron_drmas.cluster.signals import handlers_kept
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment
+from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.rollout.batch import TurnBatch
-from megatron_drmas.rollout.client import PolicyClient
+from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
+from megatron_drmas.weight_sync.errors import WeightSyncError
 
-OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
+FAILURES = (ProcessFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
 
 Phase = Callable[[str], ContextManager[Any]]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _say_restart(cause: str, detail: str) -> None:
+    _say(f"restart: {cause} ({detail})")
 
 
 class Cluster:
@@ -38,15 +48,22 @@ class Cluster:
     Args:
         config: a validated configuration.
         phase: shows and times a named phase of the start.
+        note: says what was found out.
+        restarted: is told what was started again, and why.
         actors: whether trainable policies get their Megatron actors; without them the team can only be evaluated.
     """
 
-    def __init__(self, config: RunConfig, phase: Phase = contextlib.nullcontext, actors: bool = True):
+    def __init__(
+        self, config: RunConfig, phase: Phase = contextlib.nullcontext, note: Callable[[str], None] = _say,
+        restarted: Callable[[str, str], None] = _say_restart, actors: bool = True,
+    ):
         self.config = config
         self.run_dir = Path(config.output_dir) / config.name
         self.collector: Collector
         self.policies: dict[str, PolicyRuntime] = {}
         self._phase = phase
+        self._note = note
+        self._restarted = restarted
         self._actors = actors
         self._stack = contextlib.AsyncExitStack()
 
@@ -67,34 +84,42 @@ class Cluster:
         placement = place(config, device)
         retrieval: Optional[RetrievalService] = None
         if config.environment.retrieval.corpus and not config.environment.retrieval.url:
-            retrieval = RetrievalService(config.environment.retrieval, self.run_dir / "logs" / "retrieval.log")
+            retrieval = RetrievalService(
+                config.environment.retrieval, self.run_dir / "logs" / "retrieval.log", config.cluster.start_timeout_s, self._restarted,
+            )
             self._stack.callback(retrieval.stop)
         else:  # whatever it relies on is there already, or is missed before anything has started
             environment = await self._enter(config.environment)
-        with self._phase("start Ray"), handlers_kept():
-            start_ray(processes=sum(map(len, [*placement.actors.values(), *placement.engines.values()])))
-            self._stack.callback(ray.shutdown)
+        with self._phase("start Ray"):
+            processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
+            session = RaySession(processes, config.cluster.start_timeout_s, self.run_dir / "logs")
+            self._stack.callback(session.stop)
+            await session.start()
             bundles = await _reserve(config, device)
+        tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
-                name, config, device, placement.actors[name] if self._actors else [], placement.engines[name], bundles, self.run_dir / "logs",
+                name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name],
+                bundles, self.run_dir / "logs",
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
             await together(policy.start() for policy in self.policies.values())
         if retrieval is not None:
-            url = await retrieval.ready(config.cluster.start_timeout_s)
+            url = await retrieval.ready()
             environment = await self._enter(replace(config.environment, retrieval=replace(config.environment.retrieval, url=url)))
+            environment.recover = retrieval.recover
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
-        tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
 
     async def _enter(self, config: EnvironmentConfig) -> Environment:
         environment = await self._stack.enter_async_context(ENVIRONMENTS[config.name](config))
-        await environment.check()
+        found = await environment.check()
+        if found and self.config.environment.retrieval.url:  # somebody else's server
+            self._note(found)
         return environment
 
     @property
@@ -141,20 +166,6 @@ class Cluster:
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
-
-
-def start_ray(processes: int) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one on loopback.
-
-    Args:
-        processes: how many workers a cluster of our own keeps ready.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # devices are set by `placement`, not by Ray
-    quiet = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(num_cpus=processes, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
 
 
 async def _reserve(config: RunConfig, device: str) -> Optional[Any]:

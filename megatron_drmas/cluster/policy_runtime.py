@@ -26,6 +26,7 @@ class PolicyRuntime:
     Args:
         name: of the policy.
         config: the run.
+        stop_ids: token ids that end a response.
         device: cpu | cuda.
         actors: a slot per actor rank; none for a frozen policy.
         engines: a slot per engine.
@@ -33,10 +34,14 @@ class PolicyRuntime:
         logs: folder of the processes' log files.
     """
 
-    def __init__(self, name: str, config: RunConfig, device: str, actors: list[Slot], engines: list[Slot], bundles: Optional[Any], logs: Path):
+    def __init__(
+        self, name: str, config: RunConfig, stop_ids: list[int], device: str, actors: list[Slot], engines: list[Slot],
+        bundles: Optional[Any], logs: Path,
+    ):
         self.name = name
         self._config = config
         self._policy = config.policies[name]
+        self._stop_ids = stop_ids
         self._device = device
         self._step_timeout_s = config.cluster.step_timeout_s
         self._transfer = transfer(config, name, device)
@@ -69,8 +74,8 @@ class PolicyRuntime:
 
     async def _start_engine(self, engine: RemoteProcess) -> None:
         settings = EngineSettings(
-            name=self.name, model=self._policy.model, engine=self._policy.engine, dtype=self._config.precision.rollout,
-            seed=self._config.seed, deterministic=self._config.deterministic, device=self._device,
+            name=self.name, model=self._policy.model, stop_ids=self._stop_ids, engine=self._policy.engine,
+            dtype=self._config.precision.rollout, seed=self._config.seed, deterministic=self._config.deterministic, device=self._device,
             threads=self._config.cluster.engine_threads, transfer=self._transfer, sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s

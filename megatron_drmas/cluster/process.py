@@ -14,6 +14,10 @@ class ProcessFailure(RuntimeError):
     """A process of the run died, raised, or did not answer in time."""
 
 
+class ServiceFailure(ProcessFailure):
+    """A service that trajectories rely on is gone for good; the policies are as they were."""
+
+
 class RemoteProcess:
     """A `Host` somewhere in the Ray cluster.
 

@@ -1,30 +1,41 @@
-"""The retrieval server as a child process of the run."""
+"""The retrieval server as a supervised child process of the run."""
 
 import asyncio
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 from megatron_drmas.cluster.host import die_with_parent
-from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.process import ProcessFailure, ServiceFailure
 from megatron_drmas.config.schema import RetrievalConfig
+
+NAME = "retrieval server"
+DYING_S = 1.0  # how long a server that has dropped a connection may take to be gone
+MOST_PAUSE_S = 30.0  # before a server is started again; the first time there is none
 
 
 class RetrievalService:
     """Serves a corpus on loopback for as long as the run lives.
 
     Args:
-        settings: its corpus, and its encoder if it has one.
+        settings: its corpus, its encoder if it has one, and how often it may be started again.
         log: file for the server's complaints.
+        start_timeout_s: how long it may take to answer.
+        restarted: is told that it is started again, and why.
         host: address to listen on.
     """
 
-    def __init__(self, settings: RetrievalConfig, log: Path, host: str = "127.0.0.1"):
+    def __init__(
+        self, settings: RetrievalConfig, log: Path, start_timeout_s: float, restarted: Callable[[str, str], None], host: str = "127.0.0.1",
+    ):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
         self.url: Optional[str] = None
+        self._log = log
+        self._start_timeout_s = start_timeout_s
+        self._restarted = restarted
+        self._restarts, self._most = 0, settings.restarts
+        self._recovering = asyncio.Lock()
         options = {
             "--corpus": settings.corpus,
             "--host": host,
@@ -32,30 +43,66 @@ class RetrievalService:
             "--query-prefix": settings.query_prefix,
             "--passage-prefix": settings.passage_prefix,
         }
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *given],
+        self._arguments = [f"{name}={value}" for name, value in options.items() if value is not None]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        with self._log.open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *self._arguments],
                 stdout=subprocess.PIPE, stderr=errors, preexec_fn=die_with_parent,
                 start_new_session=True,  # a Ctrl-C in the terminal is the run's to handle
             )
 
-    async def ready(self, timeout_s: float) -> str:
+    async def ready(self) -> str:
         """The server's address, once it answers.
 
         Raises:
             ProcessFailure: it ended or said nothing in time.
         """
-        started = time.monotonic()
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), timeout_s)
+            line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), self._start_timeout_s)
         except asyncio.TimeoutError as error:
-            self.stop()
-            raise ProcessFailure(f"retrieval server: not ready after {time.monotonic() - started:.0f} s; log: {self._log}") from error
+            self._kill()
+            raise ProcessFailure(f"{NAME}: not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s); log: {self._log}") from error
         if not line:
-            raise ProcessFailure(f"retrieval server: ended with code {self._process.wait()}; log: {self._log}")
+            raise ProcessFailure(f"{NAME}: ended with code {self._process.wait()} before it was ready; log: {self._log}")
         self.url = line.decode().strip()
         return self.url
+
+    async def recover(self, url: str, problem: str, hung: bool) -> str:
+        """The address of a server that lives: one that has died or hangs is started again, after a pause that doubles.
+
+        Args:
+            url: the server that did not answer.
+            problem: what happened instead.
+            hung: it has let a query wait too long.
+
+        Raises:
+            ServiceFailure: it has been started again as often as it may.
+        """
+        async with self._recovering:
+            if url != self.url:  # another query has been here
+                return self.url
+            code = await asyncio.to_thread(self._ended)
+            if code is None and not hung:
+                return url
+            problem = problem if code is None else f"it ended with code {code}"
+            while True:
+                if self._restarts == self._most:
+                    raise ServiceFailure(
+                        f"{NAME}: {problem}, and it was started again {self._restarts} times (environment.retrieval.restarts); log: {self._log}"
+                    )
+                self._restarted(NAME, problem)
+                self._kill()
+                if self._restarts:
+                    await asyncio.sleep(min(2.0 ** (self._restarts - 1), MOST_PAUSE_S))
+                self._restarts += 1
+                self._process = self._start()
+                try:
+                    return await self.ready()
+                except ProcessFailure as failure:
+                    problem = str(failure).removeprefix(f"{NAME}: ").removesuffix(f"; log: {self._log}")
 
     def stop(self) -> None:
         """End the server."""
@@ -63,5 +110,15 @@ class RetrievalService:
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _ended(self) -> Optional[int]:
+        """The exit code of a server that is dead, or dying."""
+        try:
+            return self._process.wait(DYING_S)
+        except subprocess.TimeoutExpired:
+            return None

@@ -6,8 +6,7 @@ in all that it starts, and the retrieval server and the grading workers have ses
 
 import asyncio
 import signal
-from contextlib import contextmanager
-from typing import Any, Callable, Coroutine, Iterator, Optional
+from typing import Any, Callable, Coroutine, Optional
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; Slurm on preemption and at a time limit; by --signal
 
@@ -70,16 +69,3 @@ class StopRequest:
         """Leave the signals to what they do otherwise."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
-
-
-@contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Undo what the body does to the handlers of `SIGNALS`: `ray.init` takes SIGTERM for itself."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-                signal.siginterrupt(number, False)

@@ -21,7 +21,7 @@ class RewardConfig:
     trajectory: float = 1.0  # weight of the trajectory's return
     role: float = 0.0  # weight of the column role_reward
     turn: float = 0.0  # weight of the column turn_reward
-    verdict: float = 0.0  # an agent's last verdict gains this when the outcome bears it out and loses it otherwise
+    verdict: float = 0.0  # a verdict on what is returned gains this when the outcome bears it out and loses it otherwise
     success: float = 0.5  # a trajectory that returns at least this succeeded, for `verdict`
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
@@ -38,7 +38,7 @@ class AdvantageConfig:
     estimator: str = "normalised"  # normalised | rloo | reinforce_pp_baseline | gigpo, or another registered name
     mean: str = "agent"  # group | agent: whose rows make the baseline
     std: str = "agent"  # group | agent | none: whose rows make the scale
-    weighting: str = "step"  # step: every call is a sample | trajectory: a trajectory's rows are averaged first
+    weighting: str = "step"  # step: every call is a sample | trajectory: every trajectory is, by the mean of its calls
     group_key: str = "question"  # question | question_agent | question_agent_turn: what is compared with one another
     epsilon: float = 1e-6  # added to the std
     clip: float = 0.0  # advantages are clipped to plus or minus this (TeamTR's A_max); 0: off

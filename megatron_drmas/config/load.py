@@ -1,100 +1,183 @@
-"""Command line → `RunConfig`, through Hydra's compose API.
+"""Command line → configuration, through Hydra's compose API.
 
-Every command of the package takes `[--config-name NAME] [--config-dir DIR] [--print] [key=value …]`; the
-key=value arguments are Hydra overrides.
+Every command of the package takes `[--config-name NAME] [--config-dir DIR] [--print | --check] [key=value …]`; the
+key=value arguments are Hydra overrides.  The recipes and groups of DIR come before the package's own, which stay in reach.
 """
 
 import argparse
 import dataclasses
-import difflib
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.mistakes import check_names, check_written_names, explain, keys_of
 from megatron_drmas.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+SFT_DIR = CONFIG_DIR / "sft"
 
 # What Hydra lets through of YAML that is broken, or is no configuration.
-MALFORMED = (YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
+MALFORMED = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def compose_config(name: str, overrides: list[str], config_dir: Optional[Path] = None, schema: type = RunConfig) -> Any:
-    """Compose configs/<name>.yaml with overrides into an object of the dataclass `schema`.
+class PackageConfigs(SearchPathPlugin):
+    """The package's recipes and groups, behind those of the folder that is composed from."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in (CONFIG_DIR, SFT_DIR):
+            search_path.append("megatron_drmas", f"file://{folder}")
+
+
+Plugins.instance().register(PackageConfigs)
+
+
+def compose_config(
+    name: str, overrides: Sequence[str], config_dir: Optional[Path] = None, schema: type = RunConfig, recipes: Path = CONFIG_DIR,
+) -> Any:
+    """Compose a recipe with overrides into an object of the dataclass `schema`.
+
+    Args:
+        name: of the recipe, a file <name>.yaml of `config_dir` or `recipes`.
+        overrides: key=value, in Hydra's grammar.
+        config_dir: a folder with recipes and groups of one's own; where a name is in both, its file counts.
+        recipes: the package's own.
 
     Raises:
         ConfigError: unknown configuration, key or option, or a value of the wrong type.
     """
-    folder = Path(config_dir or CONFIG_DIR).resolve()
-    if not (folder / f"{name}.yaml").is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError("--config-dir", str(config_dir), "no such folder", "give a folder of recipes and groups, or leave it out")
+    folders = list(dict.fromkeys(Path(folder).resolve() for folder in (config_dir or recipes, recipes)))
+    name = name.removesuffix(".yaml")
+    paths = [folder / f"{name}.yaml" for folder in folders]
+    if not any(path.is_file() for path in paths):
+        known = ", ".join(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})) or "none"
         if name == "sft":
             known = f"{known}; the warm start is python -m megatron_drmas.sft"
-        raise ConfigError("--config-name", name, f"no such file in {folder}", f"choose one of: {known}")
+        raise ConfigError("--config-name", name, f"no such file in {' or '.join(map(str, folders))}", f"choose one of: {known}")
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith("hydra.") and key != "hydra.searchpath":
+            raise ConfigError(key, value, "Hydra's launcher is not used here", "leave it out; output_dir and name say where a run writes")
+    where = " or ".join(map(str, dict.fromkeys([folders[0], CONFIG_DIR])))
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            node = compose(name, overrides)
+        if schema is RunConfig:
+            check_written_names(yaml.safe_load(next(path for path in paths if path.is_file()).read_bytes()))
+        node = _compose(folders[0], name, overrides)
+        check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _readable(error, overrides, schema) from error
+        groups = _groups([folders[0], CONFIG_DIR])
+        raise explain(error, overrides, _known_keys(folders[0], name, overrides, schema, groups), groups, where) from error
     except ConfigError:
         raise
     except MALFORMED as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError("--config-name", name, f"cannot be composed ({problem})", f"correct the YAML files in {folder}, or the overrides") from error
+        raise ConfigError("--config-name", name, f"cannot be composed ({problem})", f"correct the YAML files in {where}, or the overrides") from error
     for field in fields(config):
         if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
             raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")
     return config
 
 
-def parse_command_line(prog: str, argv: list[str]) -> tuple[RunConfig, bool]:
-    """Parse a command's arguments and compose its configuration.
+def _compose(folder: Path, name: str, overrides: Sequence[str]) -> Any:
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(overrides))
 
-    Returns:
-        The configuration, and whether it is only to be printed.
+
+def _groups(folders: list[Path]) -> dict[str, list[str]]:
+    """Group -> its options, over all folders."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/**/*.yaml"):
+            found.setdefault(path.parent.relative_to(folder).as_posix(), set()).add(path.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def _known_keys(folder: Path, name: str, overrides: Sequence[str], schema: type, groups: dict[str, list[str]]) -> list[str]:
+    """The keys of the recipe with the chosen groups, or of the schema where those cannot be composed either.
+
+    Raises:
+        ConfigError: the recipe has a name that no key can hold.
+    """
+    choices = [override for override in overrides if override.lstrip("+~").partition("=")[0].partition("@")[0] in groups]
+    for chosen in (choices, []):
+        try:
+            node = _compose(folder, name, chosen)
+        except (HydraException, OmegaConfBaseException, *MALFORMED):
+            continue
+        check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
+        return keys_of(node)
+    return keys_of(OmegaConf.structured(schema))
+
+
+def command_parser(prog: str, name: str) -> argparse.ArgumentParser:
+    """What every command takes.
+
+    Args:
+        prog: as a person calls it.
+        name: of the recipe that is composed by default.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--config-name", default="search_hetero", help="a file of the configuration folder, without .yaml")
-    parser.add_argument("--config-dir", type=Path, default=None, help="default: the repository's configs/")
-    parser.add_argument("--print", action="store_true", dest="show", help="check and print the composed configuration, and stop")
+    parser.add_argument("--config-name", default=name, help=f"a recipe: a file of the configuration folder, without .yaml (default: {name})")
+    parser.add_argument("--config-dir", type=Path, help="a folder with recipes and groups of one's own, before the package's configs/")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--print", action="store_true", dest="show", help="compose, check the settings, print them, and stop; looks at no file")
+    mode.add_argument("--check", action="store_true", help="also check the models, the data and the folders that they name, and stop; starts nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args(argv)
-    return compose_config(args.config_name, args.overrides, args.config_dir), args.show
+    return parser
 
 
-def run_command(prog: str, command: Callable[[RunConfig], Any]) -> int:
+def run_command(
+    prog: str, command: Callable[[Any], Any], validate: Callable[..., list[str]], before: Callable[[Any], Any] = lambda config: None,
+    name: str = "search_hetero", schema: type = RunConfig, recipes: Path = CONFIG_DIR,
+) -> int:
     """Compose and validate a command's configuration, then run it; the command's exit code.
 
     A `ConfigError`, also one that the command raises, becomes one line on standard error and exit code 2.
-    """
-    from megatron_drmas.config.validate import validate
 
+    Args:
+        prog: as a person calls it.
+        command: what runs.
+        validate: validate(config, files=…, machine=…), whether to look at files and at this machine; what it returns is
+            said as warnings.
+        before: the checks that the command itself makes first; --check makes them too.
+        name, schema, recipes: of `compose_config`.
+    """
+    short = prog.split(".")[-1]
     try:
-        config, show = parse_command_line(prog, sys.argv[1:])
-        validate(config, files=not show)
-        if show:
+        args = command_parser(prog, name).parse_intermixed_args()
+        config = compose_config(args.config_name, args.overrides, args.config_dir, schema, recipes)
+        for warning in validate(config, files=not args.show, machine=not args.show and not args.check):
+            print(f"{short}: warning: {warning}", file=sys.stderr)
+        if args.show:
+            print(f"# {short}: the settings go together; files, models and this machine were not looked at (--check does)")
             print(to_yaml(config), end="")
+        elif args.check:
+            before(config)
+            print(f"{short}: settings, models, data and folders are in order; nothing was started, and no server was asked")
         else:
             command(config)
     except ConfigError as error:
-        print(f"{prog.split('.')[-1]}: {error}", file=sys.stderr)
+        print(f"{short}: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -107,37 +190,3 @@ def to_yaml(config: Any) -> str:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain dictionaries, lists and scalars."""
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-
-
-def _readable(error: Exception, overrides: list[str], schema: type) -> ConfigError:
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    text = "\n".join(map(str, chain))
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    match = re.search(r"Could not override '([^']+)'|full_key: (\S+)", text)
-    key = next((group for group in match.groups() if group), "") if match else ""
-    key = key if key in given else next((name for name in given if name and (not key or key.startswith(name)) and name in text), key)
-    if "Could not override" in text or f"not in '{schema.__name__}'" in text or "not in struct" in text or re.search(r"Key '\S+' not in", text):
-        near = difflib.get_close_matches(key, _known_keys(schema), n=1)
-        return ConfigError(key, given.get(key), "no such key", f"did you mean {near[0]}?" if near else "--print lists every key")
-    option = re.search(r"Could not find '(\w+)/([^']*)'", text)
-    if option and (CONFIG_DIR / option[1]).is_dir():
-        choices = ", ".join(sorted(path.stem for path in (CONFIG_DIR / option[1]).glob("*.yaml")))
-        return ConfigError(option[1], option[2], "no such option", f"choose one of: {choices}")
-    problem = str(chain[-1]).strip().split("\n")[0]
-    return ConfigError(key or "configuration", given.get(key), problem, "correct it (--print shows the composed configuration)")
-
-
-def _known_keys(schema: type) -> list[str]:
-    def walk(node: DictConfig, prefix: str) -> list[str]:
-        found = []
-        for key in node:
-            name = f"{prefix}{key}"
-            found.append(name)
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-                found += walk(child, f"{name}.")
-        return found
-
-    return walk(OmegaConf.structured(schema), "")

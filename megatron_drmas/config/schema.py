@@ -100,7 +100,7 @@ class AgentConfig:
     policy: str = MISSING
     system: Optional[str] = None  # system message
     prompt: str = MISSING  # Jinja template of the user message; the workflow's docstring lists its variables
-    parser: str = "tag"  # a name registered in megatron_drmas.team.parsing: tag | boxed | text
+    parser: str = "tag"  # registered in megatron_drmas.team.parsing: tag | tags | boxed | text
     tag: Optional[str] = None  # <tag>…</tag> that the output must hold exactly once
     choices: list[str] = field(default_factory=list)  # the tag's allowed contents; empty: any text
     trainable: bool = True
@@ -115,6 +115,7 @@ class WorkflowConfig:
     max_turns: int = 4
     history: int = 4  # how many past turns a prompt shows
     width: int = 3  # calls that run at the same time: voting's candidates, orch_workers' strategies at most
+    options: dict[str, Any] = field(default_factory=dict)  # settings of this workflow alone; its `Options` declares them
 
 
 @dataclass
@@ -133,8 +134,9 @@ class RetrievalConfig:
     query_prefix: Optional[str] = None  # "query: " for E5; none: what the encoder says
     passage_prefix: Optional[str] = None  # "passage: " for E5
     topk: int = 3
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # what a query may take, with everything that is tried again
     concurrency: int = 64  # requests at once, each of the queries that agents make in the same moment
+    restarts: int = 5  # how often the run starts its own server again, when it has died or answers nothing in time
     order: str = "best_first"  # best_first | best_last: order of the passages in a prompt
 
 
@@ -150,6 +152,7 @@ class GraderConfig:
 @dataclass
 class EnvironmentConfig:
     name: str = MISSING  # a name registered in megatron_drmas.environments
+    normalization: str = "squad"  # squad | unicode: what exact match ignores; see megatron_drmas.environments.exact_match
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     grader: GraderConfig = field(default_factory=GraderConfig)
 
@@ -159,8 +162,9 @@ class DataConfig:
     """Questions as JSON lines or parquet; see `megatron_drmas.data.questions` for the columns."""
 
     train: str = MISSING
-    eval: str = MISSING
-    eval_limit: Optional[int] = None
+    eval: Optional[str] = None
+    eval_limit: Optional[int] = None  # the first so many
+    eval_holdout: int = 0  # without `eval`: how many questions of `train` to keep out of training and evaluate on
     shuffle: bool = True
 
 
@@ -169,7 +173,7 @@ class RolloutConfig:
     """Sampling while training."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = 1.0  # training takes no other: it computes log-probs over the whole vocabulary
     max_prompt_tokens: int = 1024
     max_response_tokens: int = 256
     timeout_s: float = 600.0  # an engine that returns nothing for so long is an error
@@ -178,7 +182,7 @@ class RolloutConfig:
 
 @dataclass
 class EvaluationConfig:
-    """When and how the team is evaluated on held-out questions."""
+    """When and how the team is evaluated."""
 
     every: int = 0  # steps; 0: only before and after
     before: bool = True
@@ -203,6 +207,27 @@ class LoggingConfig:
     trajectories_per_step: Optional[int] = 8  # spread over the questions, one of each failure first; null: all; 0: none
     trajectories_per_evaluation: Optional[int] = 1000  # in each mode; null: all; 0: none
     token_ids: bool = False  # also token ids and the log-probability of every response token
+
+
+@dataclass
+class ShareConfig:
+    """Shares, above 0 and up to 1, at which the run warns and at which it stops; null: never."""
+
+    warn: Optional[float] = None
+    stop: Optional[float] = None
+
+
+@dataclass
+class HealthConfig:
+    """When a step is not fit to be learned from.  Shares are of the whole step, and of every agent in it."""
+
+    masked: ShareConfig = field(default_factory=lambda: ShareConfig(0.2, 0.5))  # trajectories cut short by a failure; `stop`: at once, untrained
+    truncated: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # responses that reached their limit
+    invalid: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # outputs that could not be parsed
+    zero_advantage: ShareConfig = field(default_factory=lambda: ShareConfig(0.95))  # rows of learning agents without an advantage
+    found_nothing: ShareConfig = field(default_factory=lambda: ShareConfig(0.5, 1.0))  # queries without a passage; of the whole step only
+    patience: int = 20  # steps in a row at another `stop`, or without any advantage and any success, that stop the run
+    least_calls: int = 8  # an agent that a step has fewer calls of is not judged by itself
 
 
 @dataclass
@@ -240,5 +265,6 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     variables: dict[str, Any] = field(default_factory=dict)  # values that a recipe's own YAML interpolates

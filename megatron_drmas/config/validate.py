@@ -1,8 +1,7 @@
 """Everything about a configuration that can be wrong and can be seen before a process starts."""
 
-import json
 import math
-import os
+import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,29 +19,35 @@ from checkpoints_conv.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.check import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
+from megatron_drmas.cluster.ray_start import check_ray
+from megatron_drmas.config.check_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import PolicyConfig, RunConfig
-from megatron_drmas.data.questions import load_questions
+from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
+from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
+from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
-from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.team.workflow import WORKFLOWS, workflow_options
 
 CHOICES = {
     "resume": ("auto", "never"),
     "cluster.device": ("auto", "cpu", "cuda"),
     "precision.mode": ("fp32", "bf16", "fp8", "fp8_emulated"),
     "precision.rollout": ("float32", "bfloat16"),
+    "environment.normalization": NORMALIZATIONS,
     "environment.retrieval.order": ("best_first", "best_last"),
 }
+LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less
 AT_LEAST = {
     "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0, "team.workflow.width": 1,
     "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
-    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": 1e-3,
-    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": 1e-3, "checkpoint.every": 0, "checkpoint.keep": 1,
+    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": LEAST_TEMPERATURE,
+    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": LEAST_TEMPERATURE, "checkpoint.every": 0, "checkpoint.keep": 1,
     "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
     "cluster.actor_threads": 1, "cluster.engine_threads": 1, "rollout.timeout_s": 1, "environment.retrieval.timeout_s": 0.1,
+    "environment.retrieval.restarts": 0, "health.patience": 1, "health.least_calls": 1,
     "environment.grader.timeout_s": 0.1, "cluster.start_timeout_s": 1, "cluster.sync_timeout_s": 1, "cluster.step_timeout_s": 1,
 }
 AT_LEAST_POLICY = {
@@ -53,12 +58,16 @@ AT_LEAST_POLICY = {
 }
 
 
-def validate(config: RunConfig, files: bool = True) -> None:
+def validate(config: RunConfig, files: bool = True, machine: bool = True) -> list[str]:
     """Check a configuration.
 
     Args:
         config: a composed configuration.
         files: also check the model folders, the data and the corpus it names.
+        machine: also check that this machine has what the run needs; otherwise what it lacks is a warning.
+
+    Returns:
+        What is no error and should be said, a line each.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -71,13 +80,20 @@ def validate(config: RunConfig, files: bool = True) -> None:
     check_name(config.name)
     if config.seed >= 2**31:
         raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
-    for key, least in (("data.eval_limit", 1), ("logging.trajectories_per_step", 0), ("logging.trajectories_per_evaluation", 0)):
+    for key in ("logging.trajectories_per_step", "logging.trajectories_per_evaluation"):
         if _get(config, key) is not None:
-            _at_least(key, _get(config, key), least)
+            _at_least(key, _get(config, key), 0)
+    check_data(config.data)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:
             raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
+    if config.rollout.top_p != 1:
+        raise ConfigError(
+            "rollout.top_p", config.rollout.top_p, "training computes log-probs over the whole vocabulary, not over the tokens that top_p leaves",
+            "use 1 (evaluation.top_p is free)",
+        )
     check_algorithm_config(config.algorithm)
+    _check_health(config.health)
     _check_team(config)
     for name, policy in config.policies.items():
         check_policy(f"policies.{name}", policy, config.steps * config.algorithm.updates_per_batch)
@@ -85,20 +101,28 @@ def validate(config: RunConfig, files: bool = True) -> None:
     _check_environment(config, files)
     device = resolve_device(config)
     place(config, device)
+    if machine:
+        check_ray(config.cluster.nodes if device == "cuda" else 1)
+    warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.
         if device == "cuda" and torch.cuda.device_count() < config.cluster.gpus_per_node:
-            raise ConfigError(
+            lacking = ConfigError(
                 "cluster.gpus_per_node", config.cluster.gpus_per_node, f"torch sees {torch.cuda.device_count()} GPUs on this machine",
                 "ask Slurm for as many, or use cluster.gpus_per_node=0 cluster.device=cpu",
             )
+            if machine:
+                raise lacking
+            warnings.append(str(lacking))
         for name, policy in config.policies.items():
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
             check_precision(config.precision, device, spec.layers)
-        load_questions(config.data.train, "data.train")
-        load_questions(config.data.eval, "data.eval", config.data.eval_limit)
+        check_templates(config)
+        overlap = overlap_warning(config.data, load_question_sets(config.data))
+        warnings += [overlap] if overlap else []
         check_output(Path(config.output_dir) / config.name)
+    return warnings
 
 
 def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
@@ -193,24 +217,40 @@ def check_name(name: str) -> None:
 
 
 def check_output(folder: Path) -> None:
-    """A run's folder, made if it is missing.
+    """A run's folder, or the nearest one above it that is there; nothing is left behind.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: no folder can be made in it.
     """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
+        tempfile.TemporaryDirectory(dir=nearest, prefix=".write_test_").cleanup()
     except OSError as error:
-        raise ConfigError("output_dir", str(folder.parent), f"{type(error).__name__}: {error.strerror}", "choose a folder that can be written") from error
-    if not writable:
-        raise ConfigError("output_dir", str(folder.parent), "cannot be written", "choose another folder")
+        raise ConfigError("output_dir", str(folder.parent), f"{nearest}: {error.strerror}", "choose a folder that can be written") from error
+
+
+def _check_health(config: HealthConfig) -> None:
+    for kind in ("masked", "truncated", "invalid", "zero_advantage", "found_nothing"):
+        share: ShareConfig = getattr(config, kind)
+        for level in ("warn", "stop"):
+            value = getattr(share, level)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"health.{kind}.{level}", value, "is no share", "use a number above 0 and up to 1, or null for never")
+        if share.warn is not None and share.stop is not None and share.warn > share.stop:
+            raise ConfigError(f"health.{kind}.warn", share.warn, f"is above the share {share.stop:g} that stops the run", "lower it")
 
 
 def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
+    workflow_options(config.team.workflow.name, workflow.Options, config.team.workflow.options)
     agents = config.team.agents
+    if config.team.workflow.max_turns < workflow.min_turns:
+        problem = f"leaves an agent of workflow {config.team.workflow.name!r} without a call"
+        raise ConfigError("team.workflow.max_turns", config.team.workflow.max_turns, problem, f"use at least {workflow.min_turns}")
+    if config.algorithm.reward.verdict and not workflow.verdicts:
+        problem = f"no agent of workflow {config.team.workflow.name!r} accepts or rejects"
+        raise ConfigError("algorithm.reward.verdict", config.algorithm.reward.verdict, problem, "set it to 0")
     if not config.policies:
         raise ConfigError("policies", None, "is empty", "define at least one policy")
     for name in workflow.agents:
@@ -226,8 +266,19 @@ def _check_team(config: RunConfig) -> None:
         needed = workflow.parsers.get(name, agent.parser)
         if agent.parser != needed:
             raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
+        if agent.parser == "tags" and name in workflow.answering:
+            problem = "gives a list, and the environment grades one answer"
+            raise ConfigError(f"{key}.parser", agent.parser, problem, "use boxed, tag or text")
+        if agent.tag == "think":
+            raise ConfigError(f"{key}.tag", agent.tag, "marks reasoning, which no parser reads", "choose another tag")
         if agent.parser in ("tag", "tags") and not agent.tag:
             raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
+        words = workflow.verdicts.get(name, ())
+        if not set(words) <= set(agent.choices):
+            problem = f"workflow {config.team.workflow.name!r} reads the verdicts {' and '.join(map(repr, words))}"
+            raise ConfigError(f"{key}.choices", list(agent.choices), problem, "list both, as they are spelled")
+        if agent.choices and agent.parser in ("boxed", "tags", "text"):
+            raise ConfigError(f"{key}.choices", list(agent.choices), f"parser {agent.parser!r} does not read them", "use parser tag")
         if agent.max_response_tokens is not None:
             _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:

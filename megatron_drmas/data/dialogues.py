@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Optional
 
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.data.rows import flaw
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # what chat templates know
 REMEDY = 'each line needs "messages" that end with the assistant\'s, or "prompt" and "response"'
 
 
@@ -52,7 +54,7 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
 
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad(f"is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise bad("is not a JSON object")
@@ -64,6 +66,11 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise bad("has a message without a text for role and content")
+        if message["role"] not in ROLES:
+            raise bad(f"has a message of role {message['role'][:40]!r}, which is none of {', '.join(ROLES)}")
+        problem = flaw(message["content"])
+        if problem:
+            raise bad(f"has a message of the {message['role']} that {problem}")
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
         raise bad("does not end with what the assistant says")
     weight = row.get("prompt_weight")

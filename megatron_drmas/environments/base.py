@@ -1,7 +1,7 @@
 """The interface of an environment: the tools a workflow may use and the return of its outcome."""
 
 from types import TracebackType
-from typing import Callable, Optional
+from typing import Awaitable, Callable, Optional
 
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
@@ -9,7 +9,15 @@ from megatron_drmas.team.trajectory import Outcome
 
 
 class Environment:
-    """Asynchronous context manager; everything that can block runs off the event loop, with a time limit."""
+    """Asynchronous context manager; everything that can block runs off the event loop, with a time limit.
+
+    Attributes:
+        recover: set where the run itself serves what the environment retrieves from; brings that server back, given its
+            address, what happened, and whether it has let a query wait too long.  Returns its address, another one if it had
+            to be started again; what it raises ends the run.
+    """
+
+    recover: Optional[Callable[[str, str, bool], Awaitable[str]]] = None
 
     def __init__(self, config: EnvironmentConfig):
         self.config = config
@@ -20,8 +28,11 @@ class Environment:
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
         return None
 
-    async def check(self) -> None:
+    async def check(self) -> Optional[str]:
         """Try what the environment relies on; called once, when the environment has been entered.
+
+        Returns:
+            What is worth saying of it, if anything.
 
         Raises:
             ConfigError: names the setting under which it cannot be reached or does not answer.

@@ -4,13 +4,12 @@ import json
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 MAX_TOPK = 100  # passages of one answer
-CHECKED_LINES = 1000  # of a corpus that may have millions
+CHECKED_BYTES = 256 * 2**20  # before the start, of a corpus that may have many times as much
 
 
 class RetrievalError(ValueError):
@@ -30,7 +29,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> tuple[str, str]:
     expected = f'{path}:{number}: expected {{"id": …, "contents": "…"}}'
     try:
         record = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{expected}, got a line that is not JSON ({error})") from error
     if not isinstance(record, dict):
         raise CorpusError(f"{expected}, got {type(record).__name__}")
@@ -39,23 +38,30 @@ def parse_line(raw: bytes, path: Path, number: int) -> tuple[str, str]:
             raise CorpusError(f"{expected}, got no {key!r} (keys: {', '.join(map(repr, record)) or 'none'})")
         if not isinstance(record[key], kinds) or isinstance(record[key], bool):
             raise CorpusError(f"{expected}, got {key!r} of type {type(record[key]).__name__}")
-    return str(record["id"]), record["contents"]
+    identity, contents = str(record["id"]), record["contents"]
+    for key, text in (("id", identity), ("contents", contents)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorpusError(f"{expected}, got {key!r} with half of a surrogate pair, {text[error.start]!r}, which is no text") from error
+        if "\0" in text:
+            raise CorpusError(f"{expected}, got {key!r} with a NUL character")
+    return identity, contents
 
 
 def check_corpus(path: "str | Path") -> None:
-    """Read the first lines, to find what is not a corpus at all before anything starts.
+    """Read a corpus, or the first `CHECKED_BYTES` of a large one, before anything starts; its server reads all of it.
 
     Raises:
-        CorpusError: a line that is no passage, or no passage.
+        CorpusError: a line that is no passage, an id that was used before, or no passage.
         OSError: the file cannot be read.
     """
-    path = Path(path)
-    with open(path, "rb") as file:
-        lines = [(number, raw) for number, raw in enumerate(islice(file, CHECKED_LINES), 1) if raw.strip()]
-    if not lines:
+    offset = None
+    for offset, _ in read_passages(Path(path)):
+        if offset >= CHECKED_BYTES:
+            break
+    if offset is None:
         raise CorpusError(f"{path}: no passage in it; a corpus needs at least one")
-    for number, raw in lines:
-        parse_line(raw, path, number)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Grading of mathematical answers by `math-verify`, in processes that can be killed.
+"""Grading of mathematical answers by exact comparison (`answers.equality`), in processes that can be killed.
 
 A computer-algebra system fed with a model's text can run for ever (`10^{10^{10}}`) or eat all memory; its own
 time limits are signals, which do not interrupt C code.  So answers are compared in worker processes under hard limits,
@@ -8,16 +8,17 @@ and a worker that exceeds one is killed and replaced.
 import asyncio
 import json
 import os
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_CHARS = 2000  # of a boxed answer, and of a gold answer
+from megatron_drmas.team.parsing import BOX, last_boxed
+
+MAX_CHARS = 2000  # of an answer, and of a gold one
 START_TIMEOUT_S = 60.0
 _WORKER = Path(__file__).with_name("grading_worker.py")
-_BOX = re.compile(r"\\boxed\s*\{")
+_ROOT = Path(__file__).parents[2]  # where the worker finds this package
 
 
 class GraderError(RuntimeError):
@@ -28,33 +29,12 @@ class GraderError(RuntimeError):
 class GradeResult:
     """The verdict on one answer.
 
-    `error` says why an answer could not be compared (no box, too long, not parseable, time limit, memory limit).
+    `error` says why an answer could not be compared (an unclosed box, too long, time limit, memory limit).
     Such an answer is wrong: it is scored 0 and not masked out, or a policy could learn to escape its grade.
     """
 
     correct: bool
     error: str | None = None
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` in `text`; None without one, or when the last one is not closed."""
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    start = boxes[-1].end()
-    depth, position = 1, start
-    while position < len(text):
-        char = text[position]
-        if char == "\\":  # an escaped brace is text
-            position += 1
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:position]
-        position += 1
-    return None
 
 
 class _Died(Exception):
@@ -72,8 +52,10 @@ class _Worker:
     async def start(self) -> None:
         if self._process is not None:
             return
-        # The hash seed fixes sympy's ordering, and so the verdicts; -P keeps this folder off the worker's import path.
-        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        # The hash seed fixes sympy's ordering, and so the verdicts; -P keeps this folder, which has a math.py, off the worker's
+        # import path.
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", str(_WORKER), str(self._memory_mib), str(self._timeout_s + 1.0), env=environment,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -121,7 +103,7 @@ class Grader:
     """A pool of grading workers for one event loop.
 
     workers: processes; timeout_s: wall-clock seconds one answer may take; memory_mib: address space of a worker
-    (the libraries themselves take about 300 MiB of it).  `restarts` counts workers that were killed, by cause.
+    (the libraries themselves take about 70 MiB of it).  `restarts` counts workers that were killed, by cause.
     """
 
     def __init__(self, workers: int, timeout_s: float, memory_mib: int):
@@ -135,23 +117,30 @@ class Grader:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def grade(self, answer_text: str, gold: str) -> GradeResult:
-        """Whether the last `\\boxed{…}` of `answer_text` equals `gold` (LaTeX or plain) mathematically."""
-        answer = last_boxed(answer_text)
-        if answer is None:
-            return GradeResult(False, "no closed \\boxed{…}")
+    async def grade(self, content: str, gold: str) -> GradeResult:
+        r"""Whether what an agent's parser accepted equals `gold` mathematically; either is LaTeX or plain text.
+
+        Where one of them holds a box (`\boxed{…}`), its content is compared.
+        """
+        answer, gold = (last_boxed(text) if BOX.search(text) else text for text in (content, gold))
+        if answer is None or gold is None:
+            return GradeResult(
+                False, f"the last box of the {'answer' if answer is None else 'gold answer'} is empty or not closed"
+            )
         for what, text in (("answer", answer), ("gold answer", gold)):
             if len(text) > MAX_CHARS:
                 return GradeResult(False, f"{what} of {len(text)} characters; the limit is {MAX_CHARS}")
         worker = await self._idle.get()
         try:
-            return await worker.ask(answer, gold)
+            for _ in range(2):  # a worker can be killed for another reason than its answer, an answer kills twice
+                try:
+                    return await worker.ask(answer, gold)
+                except (_Died, ConnectionError):
+                    self.restarts["died"] += 1
+            return GradeResult(False, "the grading worker died")
         except TimeoutError:
             self.restarts["time limit"] += 1
             return GradeResult(False, "time limit")
-        except (_Died, ConnectionError):
-            self.restarts["died"] += 1
-            return GradeResult(False, "the grading worker died")
         finally:
             self._idle.put_nowait(worker)
 

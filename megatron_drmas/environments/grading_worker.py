@@ -1,7 +1,7 @@
 """The process that parses and compares mathematical answers, for `grading.Grader`.
 
-Started as a script (not as a module), so that it loads `math_verify` and nothing of ours.  It prints a line when ready,
-then answers each JSON line {"answer", "gold"} with a JSON line {"correct", "error"}.
+Started as a script (not as a module), so that it loads `megatron_drmas.answers` and nothing else of the package.  It prints
+a line when ready, then answers each JSON line {"answer", "gold"} with a JSON line {"correct", "error"}.
 Arguments: memory limit in MiB, time limit of one answer in seconds.
 
 What it parses was written by a language model, so it gives up, before the first answer, its right to more memory,
@@ -16,9 +16,12 @@ import resource
 import signal
 import sys
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from megatron_drmas.answers.equality import same_answer
 
 FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "ctypes.")
+# Loads what the libraries import late, while that is allowed
+WARM_UP = (("\\frac{1}{2}", "0.5"), ("\\sqrt{2+\\sqrt{3}}", "\\frac{\\sqrt{6}+\\sqrt{2}}{2}"), ("\\cos 2x", "2\\cos^2 x-1"),
+           ("\\int_0^1 x dx", "\\ln 2"), ("(1,2)\\cup(3,4)", "\\emptyset"), ("x=2y", "2x=4y"))  # fmt: skip
 HEADROOM_MIB = 64  # what parsing an ordinary answer may take
 
 
@@ -40,27 +43,18 @@ def restrict(memory_mib: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # parsers write there; nobody reads it
 
 
-def is_equal(answer: str, gold: str) -> bool:
-    """Whether `answer` (the content of a box) is mathematically equal to `gold`; neither is trusted to be well-formed."""
-    if answer.strip() == gold.strip():
-        return True
-    # math_verify's own time limits are off (they would need the alarm): the process is the limit
-    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    parsed = [parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
-    return verify(*parsed, timeout_seconds=None)
-
-
 def main() -> None:
     memory_mib, time_limit = int(sys.argv[1]), float(sys.argv[2])
     logging.disable(logging.WARNING)
-    is_equal("\\frac{1}{2}", "0.5")  # loads what the libraries import late, while that is allowed
+    for answer, gold in WARM_UP:
+        same_answer(answer, gold)
     restrict(memory_mib)
     print("ready", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, time_limit)
         request = json.loads(line)
         try:
-            reply = {"correct": is_equal(request["answer"], request["gold"]), "error": None}
+            reply = {"correct": same_answer(request["answer"], request["gold"]), "error": None}
         except MemoryError:
             reply = {"correct": False, "error": "memory limit"}
         except Exception as error:  # any parser may fail in any way on such input: the answer is wrong, and says why

@@ -1,4 +1,4 @@
-"""Mathematics questions; the return is 1 for a right last `\\boxed{}` and 0 otherwise."""
+"""Mathematics questions; the return is 1 for a right answer and 0 otherwise."""
 
 from types import TracebackType
 from typing import Optional
@@ -12,9 +12,10 @@ from megatron_drmas.team.trajectory import Outcome
 
 @register_environment("math")
 class MathEnvironment(Environment):
-    """Graded by `math-verify` in worker processes with a time limit.
+    r"""Grades what the answering agent's parser accepted, or the box in it, in worker processes with a time limit.
 
-    An answer that the grader cannot finish in time is the team's doing and counts as wrong.
+    The rules are those of `answers.equality`.  An answer that the grader cannot finish in time is the team's doing and counts
+    as wrong.
     """
 
     def __init__(self, config: EnvironmentConfig):

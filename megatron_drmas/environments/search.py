@@ -1,8 +1,7 @@
 """Question answering over a retrieval server; the return is exact match."""
 
 import asyncio
-import re
-import string
+import json
 from types import TracebackType
 from typing import Optional
 
@@ -12,28 +11,26 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, register_environment
+from megatron_drmas.environments.exact_match import exact_match, normalise_answer
+from megatron_drmas.environments.retrieval_protocol import DIALECTS, endpoint, read_answer
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
 MOST_QUERIES = 64  # in one request
+PAUSES_S = (0.5, 8.0)  # before a server is asked again: the first, which doubles, and the longest
+AWAY = (408, 425, 429, 502, 503, 504)  # what is answered when a server is not there, or not yet
 KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
-PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalise_answer(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (the normalisation of SQuAD's evaluation)."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
-
-
-def exact_match(answer: Optional[str], accepted: tuple[str, ...]) -> float:
-    """1.0 if the normalised answer equals any normalised accepted answer, else 0.0."""
-    if answer is None:
-        return 0.0
-    return float(normalise_answer(answer) in {normalise_answer(gold) for gold in accepted})
+class _Unavailable(Exception):
+    """No server answered: it is gone, slow, or something else answers in its place."""
 
 
 class _Refused(Exception):
-    """The server answered, but not with the passages."""
+    """The server answered, but not with the passages.  `again`: it may, another time."""
+
+    def __init__(self, problem: str, again: bool = True):
+        super().__init__(problem)
+        self.again = again
 
 
 def _settle(asked: list[tuple[str, asyncio.Future]], error: BaseException) -> None:
@@ -44,20 +41,24 @@ def _settle(asked: list[tuple[str, asyncio.Future]], error: BaseException) -> No
 
 @register_environment("search")
 class SearchEnvironment(Environment):
-    """Retrieval over HTTP (`POST {url}/retrieve`) and exact match on the Answer agent's own output."""
+    """Retrieval over HTTP (`megatron_drmas.environments.retrieval_protocol`) and exact match on the Answer agent's own output.
+
+    A server that does not answer is asked again until `environment.retrieval.timeout_s` have passed; then the query is its
+    trajectory's failure.  The run's own server is started again by `recover` instead, and asked again, so that no query fails.
+    """
 
     def __init__(self, config: EnvironmentConfig):
         super().__init__(config)
+        self._url = config.retrieval.url
+        self._dialect = DIALECTS[0]
         self._session: Optional[aiohttp.ClientSession] = None
+        self._gate = asyncio.Semaphore(config.retrieval.concurrency)
         self._waiting: list[tuple[str, asyncio.Future]] = []  # queries of this turn of the event loop
         self._tasks: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "SearchEnvironment":
-        if self.config.retrieval.url:
-            settings = self.config.retrieval
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=settings.concurrency, keepalive_timeout=KEEPALIVE_S), timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
-            )
+        if self._url:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
         return self
 
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
@@ -72,15 +73,24 @@ class SearchEnvironment(Environment):
             await self._session.close()
             self._session = None
 
-    async def check(self) -> None:
-        """One query, so that a wrong address, a server that is gone or a `topk` it refuses ends the run before it begins."""
+    async def check(self) -> Optional[str]:
+        """Find out how the server wants to be asked, so that a wrong address, a server that is gone or a `topk` it refuses
+        ends the run before it begins."""
         settings = self.config.retrieval
-        if self._session is not None:
+        if self._session is None:
+            return None
+        problems = []
+        for self._dialect in DIALECTS:
             try:
-                await self._ask(["check"])
-            except (_Refused, TrajectoryFailure) as error:
-                problem = f"a query for topk={settings.topk} passages failed: {error}"
-                raise ConfigError("environment.retrieval.url", settings.url, problem, "start the server there, or correct url or topk") from error
+                await self._ask(["check", "who"] if self._dialect.many else ["check"], settings.timeout_s)
+                return f"retrieval at {endpoint(settings.url)}: {self._dialect}"
+            except _Refused as refusal:
+                problems.append(refusal)
+            except _Unavailable as error:
+                problems.append(error)
+                break
+        problem = f"a query for topk={settings.topk} passages failed: {problems[0]}"
+        raise ConfigError("environment.retrieval.url", settings.url, problem, "start the server there, or correct url or topk") from problems[0]
 
     async def retrieve(self, query: str) -> list[str]:
         """Passages for a query; queries made in one turn of the event loop travel together."""
@@ -95,8 +105,9 @@ class SearchEnvironment(Environment):
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for start in range(0, len(waiting), MOST_QUERIES):
-            self._start(waiting[start:start + MOST_QUERIES])
+        together = MOST_QUERIES if self._dialect.many else 1
+        for start in range(0, len(waiting), together):
+            self._start(waiting[start:start + together])
 
     def _start(self, asked: list[tuple[str, asyncio.Future]]) -> None:
         task = asyncio.ensure_future(self._answer(asked))
@@ -106,13 +117,15 @@ class SearchEnvironment(Environment):
     async def _answer(self, asked: list[tuple[str, asyncio.Future]]) -> None:
         """Ask together; where the server refuses, each alone, so that a query it cannot answer costs its own trajectory only."""
         try:
-            answers = await self._ask([query for query, _ in asked])
+            answers = await self._insist([query for query, _ in asked])
         except _Refused as refusal:
             if len(asked) > 1:
                 for query, found in asked:
                     self._start([(query, found)])
             else:
                 _settle(asked, TrajectoryFailure("retrieval", str(refusal)))
+        except _Unavailable as error:
+            _settle(asked, TrajectoryFailure("retrieval", str(error)))
         except BaseException as error:
             _settle(asked, error)
             if not isinstance(error, Exception):
@@ -122,30 +135,63 @@ class SearchEnvironment(Environment):
                 if not found.done():
                     found.set_result(passages)
 
-    async def _ask(self, queries: list[str]) -> list[list[str]]:
-        settings = self.config.retrieval
-        request = {"queries": queries, "topk": settings.topk, "return_scores": False}
+    async def _insist(self, queries: list[str]) -> list[list[str]]:
+        """Ask, and ask again, within the time limit, which begins when the first request leaves."""
+        now, limit_s = asyncio.get_running_loop().time, self.config.retrieval.timeout_s
+        deadline: Optional[float] = None
+        pause = PAUSES_S[0]
+        while True:
+            async with self._gate:
+                deadline = deadline or now() + limit_s
+                url = self._url
+                try:
+                    return await self._ask(queries, deadline - now())
+                except (_Refused, _Unavailable) as error:
+                    problem = error
+            if isinstance(problem, _Refused) and (len(queries) > 1 or not problem.again):
+                raise problem
+            if isinstance(problem, _Unavailable) and self.recover is not None:
+                self._url = await self.recover(url, str(problem), now() >= deadline)
+                if self._url != url:
+                    deadline = None
+                continue
+            if now() + pause >= deadline:
+                raise problem
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES_S[1])
+
+    async def _ask(self, queries: list[str], timeout_s: float) -> list[list[str]]:
+        settings, url = self.config.retrieval, endpoint(self._url)
+        timeout = aiohttp.ClientTimeout(total=max(timeout_s, 1e-3))
         try:
-            async with self._session.post(f"{settings.url.rstrip('/')}/retrieve", json=request) as response:
-                if response.status != 200:
-                    raise _Refused(f"{settings.url} answered {response.status}")
-                result = (await response.json())["result"]
-                if len(result) != len(queries):
-                    raise _Refused(f"{settings.url} answered {len(result)} of {len(queries)} queries")
-                answers = [[passage["contents"] for passage in found[:settings.topk]] for found in result]
+            async with self._session.post(url, json=self._dialect.request(queries, settings.topk), timeout=timeout) as response:
+                body = await response.read()
         except asyncio.TimeoutError as error:
-            raise TrajectoryFailure("retrieval", f"{settings.url} gave no answer in {settings.timeout_s} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise TrajectoryFailure("retrieval", f"{settings.url}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise _Refused(f"{settings.url}: {type(error).__name__}: {error}") from error
+            raise _Unavailable(f"{url} gave no answer in {settings.timeout_s:g} s") from error
+        except aiohttp.InvalidURL as error:
+            raise _Refused(f"{url} is no address", again=False) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Unavailable(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            problem = f"{url} answered {response.status}"
+            raise _Unavailable(problem) if response.status in AWAY else _Refused(problem, again=response.status >= 500)
+        try:
+            reply = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            begins = body[:40].decode("utf-8", "replace")
+            raise _Unavailable(f"{url} answered 200 with {response.content_type} that is not JSON and begins {begins!r}") from error
+        try:
+            answers = [passages[:settings.topk] for passages in read_answer(reply, len(queries), self._dialect)]
+        except ValueError as error:
+            raise _Refused(f"{url}: {error}") from error
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
 
     def supports(self, question: Question, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any passage as whole words; "yes" and "no" stand in too many to count."""
-        words = [f" {normalise_answer(passage)} " for passage in passages]
-        answers = {normalise_answer(gold) for gold in question.answers} - {"", "yes", "no"}
+        """Whether an accepted answer stands in any passage as whole words; "yes", "no" and articles stand in too many to count."""
+        rule = self.config.normalization
+        words = [f" {normalise_answer(passage, rule)} " for passage in passages]
+        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
         return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
-        return exact_match(outcome.answer, question.answers)
+        return exact_match(outcome.answer, question.answers, self.config.normalization)

@@ -18,8 +18,14 @@ def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
 
     Returns:
         index int64 [R] in [0, slots), and slots.  Some slots may have no row.
+
+    Raises:
+        ValueError: a column of another type or length.
     """
     rows = columns[0].numel()
+    for column in columns:
+        if column.dtype != torch.int64 or column.shape != (rows,):
+            raise ValueError(f"a column is {column.dtype} {list(column.shape)}: needs int64 [{rows}]")
     if rows == 0:
         return torch.zeros_like(columns[0]), 0
     limit = SPARSE_FACTOR * rows + 1024
@@ -68,7 +74,12 @@ def expand_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
     Returns:
         [sum(lengths)], of the dtype of `values`.
+
+    Raises:
+        ValueError: not as many lengths as values.
     """
+    if values.shape != lengths.shape:
+        raise ValueError(f"values {list(values.shape)} and lengths {list(lengths.shape)}: need one length each")
     if values.device.type != "cpu":
         return torch.repeat_interleave(values, lengths)
     # numpy's repeat writes the output once; torch's first builds an int64 index as long as the output.

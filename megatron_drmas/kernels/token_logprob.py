@@ -1,14 +1,17 @@
 """Token log-probs and entropy of a vocabulary-parallel softmax, without holding the softmax.
 
-Each tensor-parallel rank has a slice of the vocabulary; three small reductions (maximum, sum of exponentials, and the
-target's logit with the expected logit) give every rank the same [n] results.  Forward and backward work on blocks of
+Each tensor-parallel rank has a slice of the vocabulary; two small reductions (the maximum; then the sum of exponentials, the
+expected logit, and the target's logit) give every rank the same [n] results.  Forward and backward work on blocks of
 rows, so that besides the logits only a fraction of them is ever alive.  Statistics are float32, or float64 for
 float64 logits.
 
 With x = logits / temperature, Z = sum exp(x), p = exp(x) / Z:  log p_target = x_target - log Z,  H = log Z - sum p x,
 d log p_target / dx = onehot - p,  dH / dx = -p (log p + H).
+
+A logit of -inf has probability 0: it adds nothing to H (p log p -> 0), has no gradient, and as a target the log-prob -inf.
 """
 
+import math
 from typing import Optional
 
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCKS = 32  # a scratch tensor is this fraction of the logits
+LOWEST = -1e4  # exp of this is 0 in float64 too, and 0 x LOWEST is 0 where 0 x -inf is not
 
 
 def token_logprobs(
@@ -29,7 +33,7 @@ def token_logprobs(
 
     Args:
         logits: [n, V / tp], this rank's slice of the (padded) vocabulary.
-        targets: int64 [n], global token ids.
+        targets: int64 [n], global token ids; one outside the vocabulary has the log-prob -inf.
         tp_group: None for one rank.
         temperature: divides the logits, as the engine's sampler does.
         vocab_size: ids from here on are padding and have probability 0; None: no padding.
@@ -38,9 +42,9 @@ def token_logprobs(
         log-probs [n] and entropies [n], the same on every rank of `tp_group`.
 
     Raises:
-        ValueError: temperature is not positive (greedy decoding has no log-probs).
+        ValueError: temperature is not positive (greedy decoding has no log-probs), or logits and targets do not fit.
     """
-    _check_temperature(temperature)
+    _check(temperature, logits, targets, logits.shape[-1])
     return _TokenLogprobs.apply(logits, targets, tp_group, temperature, _real_columns(logits.shape[1], tp_group, vocab_size))
 
 
@@ -60,16 +64,20 @@ def linear_token_logprobs(
 
     Args:
         hidden: [n, h], the same on every rank.
-        weight: [V / tp, h].
+        weight: [V / tp, h], of the dtype of `hidden`.
     """
-    _check_temperature(temperature)
+    _check(temperature, hidden, targets, weight.shape[-1])
     real = _real_columns(weight.shape[0], tp_group, vocab_size)
     return _LinearTokenLogprobs.apply(hidden, weight, targets, tp_group, temperature, real, chunk)
 
 
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
+def _check(temperature: float, rows: Tensor, targets: Tensor, width: int) -> None:
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature = {temperature}: log-probs need a positive one; greedy samples cannot be trained on")
+    if targets.dtype != torch.int64 or rows.shape != (*targets.shape, width) or targets.dim() != 1:
+        raise ValueError(
+            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] beside [n, {width}], not {list(rows.shape)}"
+        )
 
 
 def _real_columns(columns: int, group: Optional[dist.ProcessGroup], vocab_size: Optional[int]) -> tuple[int, int]:
@@ -105,19 +113,20 @@ def _forward(
     else:
         largest = logits.new_full((n,), float("-inf"), dtype=dtype)
     _reduce(largest, group, dist.ReduceOp.MAX)
-    sums = logits.new_zeros(3, n, dtype=dtype)  # exp(x - max), exp(x - max) (x - max), x_target - max
+    sums = logits.new_zeros(4, n, dtype=dtype)  # exp(x - max), exp(x - max) (x - max), x_target - max, 1 on the target's rank
     for rows in _blocks(n):
         x = logits[rows, :real].to(dtype, copy=True).div_(temperature).sub_(largest[rows, None])
         local = targets[rows] - first
         mine = (local >= 0) & (local < real)
         if real:
             sums[2, rows] = torch.where(mine, x.gather(1, local.clamp(0, real - 1)[:, None])[:, 0], 0)
-        weights = x.exp()
+        sums[3, rows] = mine.to(dtype)
+        weights = x.clamp_(min=LOWEST).exp()
         sums[0, rows] = weights.sum(1)
         sums[1, rows] = weights.mul_(x).sum(1)
-    total, expected, target = _reduce(sums, group)
+    total, expected, target, found = _reduce(sums, group)
     log_total = total.log()
-    return target - log_total, log_total - expected / total, largest + log_total
+    return torch.where(found > 0, target - log_total, float("-inf")), log_total - expected / total, largest + log_total
 
 
 def _backward_(
@@ -135,7 +144,7 @@ def _backward_(
     first, real = columns
     dtype = _statistics_dtype(logits.dtype)
     for rows in _blocks(len(targets)):
-        logp = logits[rows, :real].to(dtype, copy=True).div_(temperature).sub_(log_z[rows, None])
+        logp = logits[rows, :real].to(dtype, copy=True).div_(temperature).sub_(log_z[rows, None]).clamp_(min=LOWEST)
         p = logp.exp()
         # p (-g_logprob - g_entropy (log p + H)) / T, then + g_logprob / T at the target
         logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprobs[rows, None]).mul_(p)

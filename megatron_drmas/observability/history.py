@@ -1,8 +1,8 @@
 """metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
 
 Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far).  Results
-("step", "evaluation") are undone when the run goes back to an earlier checkpoint, and so is its "end"; events
-("start", "restart", "change") have happened and stay.
+("step", "evaluation", and a step that was "refused") are undone when the run goes back to an earlier checkpoint, and so is
+its "end"; events ("start", "restart", "change") have happened and stay.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
-EVENTS, RESULTS = ("start", "restart", "change"), ("step", "evaluation")
+EVENTS, RESULTS = ("start", "restart", "change"), ("step", "evaluation", "refused")
 
 
 class HistoryError(ValueError):

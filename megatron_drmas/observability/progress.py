@@ -11,6 +11,8 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from megatron_drmas.observability.charts import short
+from megatron_drmas.observability.health import in_short
+from megatron_drmas.observability.records import name_questions
 
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
 STEPS_FOR_ETA = 10
@@ -19,7 +21,7 @@ STEPS_FOR_ETA = 10
 class Progress:
     """The progress of one run.
 
-    On a terminal: one live line (what is going on; steps done, reward, success, time left) and a printed line for
+    On a terminal: one live line (what is going on; steps done, reward, success, what is unhealthy, time left) and a printed line for
     what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
@@ -71,10 +73,11 @@ class Progress:
         done = line["step"]
         self._step_seconds.append(step_seconds)
         self._news["reward"] = figures(line)
+        self._news["health"] = in_short(line.get("alarms", ()))
         left = (self._steps - done) * sum(self._step_seconds) / len(self._step_seconds)
         self._news["left"] = f"{step_seconds:.1f} s/step · {duration(left)} left"
-        order = ("reward", "evaluation", "left")
-        news = " · ".join(self._news[key] for key in order if key in self._news)
+        order = ("reward", "health", "evaluation", "left")
+        news = " · ".join(self._news[key] for key in order if self._news.get(key))
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
         if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
             self.note(f"step {done}/{self._steps} · {news}")
@@ -82,7 +85,7 @@ class Progress:
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
         self._news["evaluation"] = f"evaluated after {line['step']}: {figures(line)} {line['mode']}"
-        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on {line['questions']} questions"
+        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on {name_questions(line['questions'], line.get('trained_on'))}"
         if line["masked"]:
             lost = ", ".join(f"{count} {cause}" for cause, count in line["masked"].items())
             text += f"; trajectories that could not be run to their end: {sum(line['masked'].values())} ({lost})"
@@ -131,6 +134,6 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
             before, after = found[figure]["before"], found[figure]["after"]
             if before is not None and after is not None:
                 change = f"{decimals(before)} → {decimals(after)} ({'+' if after >= before else ''}{decimals(after - before)})"
-                lines.append(f"{figure}, {mode}: {change} on {found['questions']} evaluation questions")
+                lines.append(f"{figure}, {mode}: {change} on {name_questions(found['questions'], found.get('trained_on'))}")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

@@ -19,8 +19,8 @@ class StepRecord:
     """One training step.  `step` counts from 1; the policies are those after the step's update.
 
     `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves; 0 where
-    the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), invalid_rate,
-    calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the agent's squared
+    the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), masked_rate,
+    truncated_rate, invalid_rate and zero_advantage_rate (shares of `health`), calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the agent's squared
     advantage), and what the actor reports by agent.
     `policies[name]`: loss, grad_norm (before clipping, mean over optimizer steps), grad_norm_max, clip_fraction, entropy,
     lr, prob_ratio (mean trainer/engine token probability ratio), logprob_diff_max, logprob_diff_mean.
@@ -37,6 +37,7 @@ class StepRecord:
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories left out of the update
     skipped: dict[str, int] = field(default_factory=dict)  # policy -> optimizer steps skipped (non-finite gradient)
     nonfinite: dict[str, list[str]] = field(default_factory=dict)  # policy -> agents whose own loss was not finite
+    health: dict[str, dict[str, Any]] = field(default_factory=dict)  # counts, see `health.count_step`
 
     def __post_init__(self):
         for scope in ("agents", "policies"):
@@ -87,6 +88,15 @@ class EvaluationRecord:
     pass_questions: int  # questions with k unmasked answers
     by_source: dict[str, Share] = field(default_factory=dict)  # by hop or data source
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories that could not be run to their end
+    trajectories: int = 0  # all, the masked ones included
+    trained_on: int = 0  # of `questions`: those that are training questions too
+
+
+def name_questions(questions: int, trained_on: Optional[int]) -> str:
+    """What evaluation questions are called: held-out only where none of them is trained on."""
+    if not trained_on:
+        return f"{questions} held-out questions"
+    return f"{questions} training questions" if trained_on >= questions else f"{questions} questions, {trained_on} of them training questions"
 
 
 @dataclass

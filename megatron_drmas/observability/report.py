@@ -16,10 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Iterable, Optional, Sequence
 
+import yaml
+
+from megatron_drmas.observability.alarms import Episodes
 from megatron_drmas.observability.charts import Series, line_chart, short
+from megatron_drmas.observability.health import WHAT, share
 from megatron_drmas.observability.history import read_json_lines, write_atomically
 from megatron_drmas.observability.progress import decimals, duration
-from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED
+from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, name_questions
 from megatron_drmas.observability.summary import comparable
 
 EVERYTHING = "all questions"
@@ -52,6 +56,9 @@ AGENT_PLOTS = (
     Plot("reward", "Reward", "mean over the agent's calls"),
     Plot("response_length", "Response length", "tokens"),
     Plot("invalid_rate", "Invalid outputs", "share of calls", bounds=(0.0, 0.1)),
+    Plot("truncated_rate", "Responses cut off", "share of calls", bounds=(0.0, 0.1)),
+    Plot("masked_rate", "Masked", "share of the trajectories it speaks in", bounds=(0.0, 0.1)),
+    Plot("zero_advantage_rate", "Without an advantage", "share of the rows that learn", bounds=(0.0, 0.1)),
     Plot("calls_per_trajectory", "Calls per trajectory"),
     Plot("advantage_std", "Advantage, standard deviation"),
     Plot("advantage_mean", "Advantage, mean"),
@@ -141,7 +148,7 @@ def render(run: Run) -> str:
     agents, policies = run.names("agents"), run.names("policies")
     agent_colours = {agent: index % COLOURS for index, agent in enumerate(agents)}
     policy_colours = {policy: COLOURS - 1 - index % COLOURS for index, policy in enumerate(policies)}
-    alarms = [alarm for line in run.of_kind("step") for alarm in line["alarms"]]
+    alarms = alarm_lines(run)
     return _template().render(
         summary=run.summary,
         started=next((line["time"] for line in run.of_kind("start")), ""),
@@ -153,12 +160,42 @@ def render(run: Run) -> str:
         policy_charts=metric_charts(run, "policies", POLICY_PLOTS, policy_colours),
         phases=phases(run),
         speed_charts=speed_charts(run),
+        health=health_rows(run),
         alarms=alarms[-MOST_ALARMS:],
         alarm_count=len(alarms),
         trajectories=run.trajectories,
         changes=run.of_kind("change"),
         config=run.config,
     )
+
+
+def alarm_lines(run: Run) -> list[tuple[str, str]]:
+    """(metric, text) of every episode of alarms, in the order in which they began."""
+    episodes, lines = Episodes(), []
+    for line in run.lines:
+        if line["kind"] == "evaluation":
+            lines += [(line["step"], alarm["metric"], alarm["message"]) for alarm in line.get("alarms", ())]
+        elif line["kind"] == "step":
+            episodes.add(line["step"], line["alarms"])
+    lines += [(episode.began, episode.metric, episode.text()) for episode in episodes.all]
+    return [(metric, text) for _, metric, text in sorted(lines, key=lambda line: line[0])]
+
+
+def health_rows(run: Run) -> list[dict[str, Any]]:
+    """Each share of `health` in the last and in its worst step, of the team and of the worst agent, beside its limits."""
+    steps = [line for line in run.of_kind("step") if line.get("health")]
+    limits = (yaml.safe_load(run.config) or {}).get("health") or {}
+    rows = []
+    for kind, what in WHAT.items():
+        if not any(line["health"][kind]["team"][1] for line in steps):
+            continue
+        shares = [(share(line["health"][kind]["team"]), line["step"]) for line in steps]
+        worst, worst_step = max(shares, key=lambda found: (found[0], -found[1]))
+        agents = [(share(count), -line["step"], name) for line in steps for name, count in line["health"][kind]["agents"].items()]
+        row = {"what": what, "last": shares[-1][0], "worst": worst, "worst_step": worst_step, "warn": None, "stop": None}
+        worst_agent, step, name = max(agents, default=(0.0, 0, ""))
+        rows.append(row | (limits.get(kind) or {}) | {"agent": f"{name} {worst_agent:.2f} in {-step}" if worst_agent else ""})
+    return rows
 
 
 def results(run: Run) -> list[dict[str, Any]]:
@@ -216,9 +253,8 @@ def team_charts(run: Run) -> list[dict[str, Any]]:
         if any(len(mode.points) > 1 for mode in modes):
             legend = [(mode.name, mode.colour) for mode in modes]
             svg = line_chart(modes, bounds=bounds)
-            charts.append(
-                {"title": f"{figure.capitalize()}, evaluated", "hint": "mean over questions", "legend": legend, "svg": svg}
-            )
+            on = name_questions(evaluations[-1]["questions"], evaluations[-1].get("trained_on"))
+            charts.append({"title": f"{figure.capitalize()}, evaluated", "hint": f"mean over {on}", "legend": legend, "svg": svg})
     return charts
 
 

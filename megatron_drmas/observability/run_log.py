@@ -25,7 +25,9 @@ from typing import Any, Callable, Iterator, Optional, Sequence
 import psutil
 import yaml
 
-from megatron_drmas.observability.alarms import Watch
+from megatron_drmas.config.schema import HealthConfig
+from megatron_drmas.observability.alarms import Episodes, Watch, likely_causes
+from megatron_drmas.observability.health import HealthRule, evaluation_alarms
 from megatron_drmas.observability.history import History, to_json, write_atomically
 from megatron_drmas.observability.memory import MemorySampler
 from megatron_drmas.observability.progress import Progress, closing_lines
@@ -51,6 +53,7 @@ class RunLog:
         resume_step: steps of the checkpoint that the run continues from; what was logged after it is removed.
             None: a new run; everything that an earlier run of this folder logged is removed.
         clock: seconds, for timing phases.
+        health: when a step is unhealthy.
 
     Raises:
         HistoryError: metrics.jsonl of the run to continue cannot be read.
@@ -65,11 +68,13 @@ class RunLog:
         steps: int,
         resume_step: Optional[int] = None,
         clock: Callable[[], float] = time.monotonic,
+        health: HealthConfig = HealthConfig(),
     ):
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._about = (name, seed, steps)
-        self._agents_of = agents_by_policy(config)
+        self._agents_of, self._causes = agents_by_policy(config), likely_causes(config)
+        self._health_config = health
         self._clock = clock
         self._finished = False
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
@@ -145,35 +150,70 @@ class RunLog:
         if self._start_step > 0:
             self.log_restart("resumed")
 
-    def log_step(self, record: StepRecord) -> None:
-        """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line."""
+    def log_step(self, record: StepRecord) -> Optional[str]:
+        """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line.
+
+        Returns:
+            Why the run must stop after this step; None if it may go on.
+        """
         values = plain(record)
-        alarms = self._watch.check(values)
+        alarms = self._judge(values)
         line = self._write("step", alarms=alarms, **values)
         self._to_tensorboard(line)
-        for alarm in alarms:  # said where it begins; every one is in metrics.jsonl
-            if (alarm["metric"], alarm["who"]) not in self._alarmed:
-                self._progress.note(f"warning: {alarm['message']}", style="yellow")
-        self._alarmed = _who(alarms)
+        begun, ended = self._episodes.add(record.step, alarms)  # every alarm is in metrics.jsonl; its beginning and its end are said
         with self.contained("the step's line"):
+            for episode in begun:
+                self._progress.note(f"warning: {episode.text()}", style="yellow")
+            for episode in ended:
+                self._progress.note(f"over: {episode.text()}")
             self._progress.step(line, sum(line["seconds"].values()))
         if self._clock() >= self._report_due:
             self._report()
+        return self._health.stop
+
+    def log_refused(self, step: int, problem: str, masked: dict[str, int], trajectories: Sequence[TrajectoryRecord]) -> None:
+        """A step that was not trained on, and trajectories of it to read.
+
+        Args:
+            step: its number; it is not done.
+            problem: why.
+            masked: cause -> trajectories.
+        """
+        self.log_trajectories(step, trajectories)
+        self._write("refused", step, problem=problem, masked=masked)
+
+    def healthy(self, since: int) -> bool:
+        """Whether every step after `since` was healthy (see `health.HealthRule`)."""
+        return all(step <= since for step in self._unhealthy)
+
+    def _judge(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        found = self._health.check(line)
+        if not self._health.healthy:
+            self._unhealthy.append(line["step"])
+        return found + self._watch.check(line)
 
     def log_evaluation(self, record: EvaluationRecord, trajectories: Sequence[TrajectoryRecord] = ()) -> None:
         """One evaluation, in one mode, and trajectories of it to read, in trajectories/evaluation_<mode>_<step>.jsonl."""
         if trajectories:
             self._write_trajectories(f"evaluation_{record.mode}", record.step, trajectories)
-        line = self._write("evaluation", **plain(record))
+        values = plain(record)
+        line = self._write("evaluation", alarms=evaluation_alarms(values, self._health_config), **values)
         self._to_tensorboard(line)
         with self.contained("the evaluation's line"):
+            for alarm in line["alarms"]:
+                self._progress.note(f"warning: {alarm['message']}", style="yellow")
             self._progress.evaluation(line)
         self._report()
 
-    def log_restart(self, cause: str) -> None:
-        """A part of the run (an engine, an actor) was started again."""
-        self._write("restart", self._summary.as_dict()["step"], cause=cause)
-        self._progress.note(f"restart: {cause}", style="yellow")
+    def log_restart(self, cause: str, detail: str = "") -> None:
+        """A part of the run (the run itself, the retrieval server) was started again.
+
+        Args:
+            cause: under which it is counted.
+            detail: what had happened.
+        """
+        self._append({"kind": "restart", "step": self._summary.as_dict()["step"], "seconds": {}, "cause": cause, "detail": detail})
+        self.note(f"restart: {cause}{f' ({detail})' if detail else ''}", style="yellow")
 
     def log_changes(self, changes: dict[str, tuple[Any, Any]]) -> None:
         """Settings that the run goes on with other than before: key -> (old, new)."""
@@ -207,12 +247,15 @@ class RunLog:
             if int(path.stem.rpartition("_")[2]) > step:
                 with self.contained("trajectories"):
                     path.unlink()
-        self._summary, self._watch, self._alarmed = Summary(*self._about), Watch(self._agents_of), set()
-        with self.contained("the summary"):
-            for line in self._history:
+        self._summary, self._watch = Summary(*self._about), Watch(self._agents_of, self._causes)
+        self._health, self._episodes = HealthRule(self._health_config), Episodes()
+        self._unhealthy: list[int] = []
+        for line in self._history:
+            with self.contained("the summary"):
                 self._summary.add(line)
-                if line["kind"] == "step":
-                    self._alarmed = _who(self._watch.check(line))
+            if line["kind"] == "step":
+                self._episodes.add(line["step"], self._judge(line))
+        with self.contained("the summary"):
             self._summary.write(self._run_dir / "summary.json")
         with self.contained("TensorBoard's log"):
             if self._tensorboard is not None:
@@ -250,7 +293,10 @@ class RunLog:
         self._logged += elapsed
         seconds = self._seconds | {"other": max(0.0, elapsed - sum(self._seconds.values()))}
         self._seconds = {}
-        line = {"kind": kind, "step": step, "seconds": seconds, "peak_memory_gib": self._memory.peak_gib, **values}
+        return self._append({"kind": kind, "step": step, "seconds": seconds, **values})
+
+    def _append(self, line: dict[str, Any]) -> dict[str, Any]:
+        line["peak_memory_gib"] = self._memory.peak_gib
         self._history.append(line)
         with self.contained("the summary"):
             self._summary.add(line)
@@ -272,10 +318,6 @@ class RunLog:
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-
-
-def _who(alarms: list[dict[str, Any]]) -> set[tuple[str, str]]:
-    return {(alarm["metric"], alarm["who"]) for alarm in alarms}
 
 
 def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:

@@ -1,9 +1,12 @@
 """summary.json: the run in numbers that a program can read, rewritten after everything that is logged."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_drmas.observability.alarms import Episodes
+from megatron_drmas.observability.health import WHAT, share
 from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.observability.records import CHECKPOINT, GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
 
@@ -17,9 +20,10 @@ class Summary:
     keys of `as_dict`:
 
         name, seed, status, step, steps      step: steps done; steps: steps planned
-        evaluation     {sampled, greedy}: {step, questions, samples, pass_questions, and {before, after} of reward, success
-                       and pass_at_k}: avg@k and pass@k (see records.EvaluationRecord) at the last evaluation, and before the
-                       first step where that was evaluated with the same settings; None: not evaluated
+        evaluation     {sampled, greedy}: {step, questions, trained_on, samples, pass_questions, and {before, after} of reward,
+                       success and pass_at_k}: avg@k and pass@k (see records.EvaluationRecord) at the last evaluation, and
+                       before the first step where that was evaluated with the same settings; trained_on: of the questions,
+                       those that are training questions too; None: not evaluated
         reward, success                      mean and share over trajectories, last step
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
@@ -28,7 +32,10 @@ class Summary:
         peak_memory_gib                      of the process tree (see memory.tree_bytes)
         weight_sync_share                    of the seconds of the steps
         tokens_generated, tokens_trained, tokens_per_second (generated, over the seconds of generation)
-        masked, skipped, restarts, alarms    counts by cause, policy, cause and metric
+        masked, skipped, restarts            counts by cause, policy and cause
+        alarms                               episodes by metric (see `alarms.Episodes`)
+        health         {masked, truncated, invalid, zero_advantage, found_nothing: {last, worst, worst_step}}: shares of a step
+        refused        {step, problem} of a step that was not trained on, which stopped the run; None: there is none
         changes        settings with which the run went on other than before: {step: {key: [old, new]}}
     """
 
@@ -57,10 +64,13 @@ class Summary:
             "skipped": {},
             "restarts": {},
             "alarms": {},
+            "health": {},
+            "refused": None,
             "changes": {},
         }
         self._first: dict[str, dict[str, Any]] = {}  # mode -> its evaluation before the first step
         self._step_seconds: dict[str, float] = {}
+        self._episodes = Episodes()
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in the next line of metrics.jsonl."""
@@ -91,8 +101,14 @@ class Summary:
             values[key] = max((value for value in seen if value is not None), default=None)
         for key in ("masked", "skipped"):
             _add_counts(values[key], line[key])
-        for alarm in line["alarms"]:
-            _add_counts(values["alarms"], {alarm["metric"]: 1})
+        begun, _ = self._episodes.add(line["step"], line["alarms"])
+        _add_counts(values["alarms"], Counter(episode.metric for episode in begun))
+        for kind in WHAT if line.get("health") else ():
+            last = share(line["health"][kind]["team"])
+            worst = values["health"].get(kind)
+            if worst is None or last > worst["worst"]:
+                worst = {"worst": last, "worst_step": line["step"]}
+            values["health"][kind] = worst | {"last": last}
         values["tokens_generated"] += line["tokens_generated"]
         values["tokens_trained"] += line["tokens_trained"]
         _add_counts(self._step_seconds, line["seconds"])
@@ -108,11 +124,16 @@ class Summary:
         before = first if first and comparable(first, line) else None
         after = line if line["step"] > 0 else None
         self._values["evaluation"][line["mode"]] = {
-            key: line[key] for key in ("step", "questions", "samples", "pass_questions")
+            key: line[key] for key in ("step", "questions", "trained_on", "samples", "pass_questions")
         } | {
             figure: {"before": before and before[figure], "after": after and after[figure]}
             for figure in ("reward", "success", "pass_at_k")
         }
+        _add_counts(self._values["masked"], line["masked"])
+        _add_counts(self._values["alarms"], Counter(alarm["metric"] for alarm in line.get("alarms", ())))
+
+    def _add_refused(self, line: dict[str, Any]) -> None:
+        self._values["refused"] = {"step": line["step"], "problem": line["problem"]}
         _add_counts(self._values["masked"], line["masked"])
 
     def _add_change(self, line: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ team/reward  team/success  team/trajectories  team/tokens_generated  team/tokens
 time/<phase>  time/step                            seconds
 throughput/tokens_per_second                       generated, over the seconds of generation
 masked/<cause>  skipped/<policy>                   counts
+health/<kind>                                      shares of the step, see `health`
 alarm/<metric>/<agent or policy>                   the value that raised an alarm
 evaluation/<mode>/reward  evaluation/<mode>/success  evaluation/<mode>/pass_at_k
 evaluation/<mode>/by_source/<source>/reward  evaluation/<mode>/by_source/<source>/success
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_drmas.observability.health import WHAT, share
 from megatron_drmas.observability.records import GENERATE
 
 
@@ -51,6 +53,7 @@ def _step_scalars(line: dict[str, Any]) -> dict[str, Any]:
     scalars |= {f"policy/{name}/{key}": value for name, metrics in line["policies"].items() for key, value in metrics.items()}
     scalars |= {f"time/{phase}": value for phase, value in seconds.items()} | {"time/step": sum(seconds.values())}
     scalars |= {f"{key}/{who}": count for key in ("masked", "skipped") for who, count in line[key].items()}
+    scalars |= {f"health/{kind}": share(line["health"][kind]["team"]) for kind in WHAT if line["health"]}
     scalars |= {f"alarm/{alarm['metric']}/{alarm['who']}": alarm["value"] for alarm in line["alarms"]}
     if seconds.get(GENERATE):
         scalars["throughput/tokens_per_second"] = line["tokens_generated"] / seconds[GENERATE]

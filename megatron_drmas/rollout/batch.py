@@ -50,7 +50,7 @@ class TurnBatch:
     role_reward: Optional[Tensor] = None  # float32 [R], what the row's role earned in the trajectory
     turn_reward: Optional[Tensor] = None  # float32 [R], what this call earned
     response_limits: Optional[Tensor] = None  # int64 [R], response tokens that the call was allowed
-    verdict: Optional[Tensor] = None  # int64 [R], 1 accepts, 0 rejects, -1 the row is no verdict
+    verdict: Optional[Tensor] = None  # int64 [R], 1 accepts, 0 rejects what the trajectory returned, -1 the row does neither
     state: Optional[Tensor] = None  # int64 [R], equal where calls had the same prompt (GiGPO's anchor)
     reference_logprobs: Optional[Tensor] = None  # float32 [T'], under the frozen reference policy
     advantages: Optional[Tensor] = None  # float32 [T']

@@ -23,6 +23,8 @@ from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
+PROMPT_END = 16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
+
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -174,10 +176,8 @@ class _TrajectoryContext:
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
             agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
-            sample.weight_version, text, role.parse(text),
+            sample.weight_version, text, role.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
         )
-        if len(role.config.choices) == 2 and turn.content is not None:
-            turn.verdict = 1 - role.config.choices.index(turn.content)
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
 
@@ -204,18 +204,27 @@ class _TrajectoryContext:
         return results
 
     async def retrieve(self, query: str) -> list[str]:
-        return await self._collector.environment.retrieve(query)
+        passages = await self._collector.environment.retrieve(query)
+        self._trajectory.found.append(len(passages))
+        return passages
 
     async def grade(self, answer: Optional[str]) -> float:
         return await self.reward(Outcome(answer))
 
     async def reward(self, outcome: Outcome) -> float:
-        """The environment's return of an outcome; an answer is graded once."""
+        """The return of an outcome: its own, or the environment's, who grades an answer once."""
+        if outcome.reward is not None:
+            return outcome.reward
         if outcome.answer not in self._grades:
             environment, question = self._collector.environment, self._trajectory.question
             of_what = f"environment {environment.config.name!r} returned for question {question.id!r}"
             self._grades[outcome.answer] = finite_reward(await environment.reward(question, outcome), of_what)
         return self._grades[outcome.answer]
+
+    def chance(self, name: str) -> float:
+        """Drawn from the run's seed and the trajectory's place in the run, so a continued run draws the same."""
+        place = (self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample)
+        return call_seed(self._collector.seed, *place, "chance", name) / 2**31
 
     def supports(self, passages: list[str]) -> bool:
         return self._collector.environment.supports(self._trajectory.question, passages)

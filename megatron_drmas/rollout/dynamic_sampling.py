@@ -4,9 +4,7 @@ from typing import Awaitable, Callable
 
 from megatron_drmas.data.questions import Question
 from megatron_drmas.rollout.collector import Sampling
-from megatron_drmas.team.trajectory import Trajectory
-
-NO_SIGNAL = "no_signal"  # the cause under which trajectories of a replaced question are counted and masked
+from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory
 
 
 async def collect_with_signal(

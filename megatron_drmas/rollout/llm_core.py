@@ -14,7 +14,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 import megatron_drmas.weight_sync.extension  # noqa: F401  (registers the shm back end where vLLM looks its name up)
 from megatron_drmas.rollout.requests import EngineError, EngineSettings, Request, Sample
-from megatron_drmas.rollout.vllm_settings import engine_args, stop_token_ids
+from megatron_drmas.rollout.vllm_settings import engine_args
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.manifest import Manifest
 
@@ -32,7 +32,7 @@ class LLMCore:
         self.incomplete: Optional[str] = None
         self.counts: Counter = Counter()
         self._manifest = Manifest.of_folder(settings.model, settings.dtype)
-        self._stop_ids = stop_token_ids(settings.model)
+        self._stop_ids = list(settings.stop_ids)
         self._llm = LLMEngine.from_engine_args(engine_args(settings))
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.max_model_len: int = self._llm.model_config.max_model_len

@@ -1,7 +1,7 @@
 """What travels between the driver and an engine: plain data that imports neither torch nor vLLM."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Optional, Sequence
 
 from megatron_drmas.config.schema import EngineConfig
 
@@ -13,6 +13,7 @@ class EngineSettings:
     Attributes:
         name: of the policy, for errors.
         model: Hugging Face folder of the initial weights.
+        stop_ids: token ids that end a response; see `ChatTokenizer`.
         engine: its size and layout.
         dtype: of weights and KV cache: float32 | bfloat16.
         seed: vLLM's own; requests carry theirs.
@@ -25,6 +26,7 @@ class EngineSettings:
 
     name: str
     model: str
+    stop_ids: Sequence[int]
     engine: EngineConfig = field(default_factory=EngineConfig)
     dtype: str = "float32"
     seed: int = 0

@@ -1,8 +1,6 @@
 """How an engine's settings become vLLM's arguments."""
 
-import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_drmas.rollout.requests import EngineSettings
@@ -29,24 +27,6 @@ def check_environment(settings: EngineSettings) -> None:
                 f"engine {settings.name!r}: environment variable {name} is {os.environ.get(name)!r}; "
                 f"set it to {value!r} before the process starts"
             )
-
-
-def stop_token_ids(model: str) -> list[int]:
-    """All `eos_token_id`s of generation_config.json and config.json.
-
-    Raises:
-        ValueError: neither file names one, so no response could end by itself.
-    """
-    found: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        path = Path(model) / file
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    if not found:
-        raise ValueError(
-            f"{model}: neither generation_config.json nor config.json has an eos_token_id; add the token that ends a turn"
-        )
-    return sorted(set(found))
 
 
 def engine_args(settings: EngineSettings) -> "EngineArgs":
@@ -84,6 +64,7 @@ def engine_args(settings: EngineSettings) -> "EngineArgs":
             enable_chunked_prefill=True,
             enable_sleep_mode=settings.sleep,
             disable_custom_all_reduce=settings.deterministic,
+            moe_backend="triton",  # keeps experts as they are loaded, so that updates in place and digests of them are right
         )
     return EngineArgs(
         **common,

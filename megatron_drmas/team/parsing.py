@@ -1,7 +1,7 @@
 """From an agent's raw text to the content its workflow uses.
 
 Models write what they like, so a parser accepts one well-formed output and nothing else: no falling back to the first
-thing that looks like an answer.
+thing that looks like an answer.  The content is what a workflow takes apart and what an environment grades.
 """
 
 import json
@@ -12,6 +12,11 @@ from megatron_drmas.config.schema import AgentConfig
 
 Parser = Callable[[str, AgentConfig], Optional[str]]
 PARSERS: dict[str, Parser] = {}
+
+THINK_OPEN, THINK_CLOSED = "<think>", "</think>"  # of Qwen3, DeepSeek-R1 and most other models that reason before they answer
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_UNBRACED = re.compile(r"[^\s$]*")
 
 
 def register_parser(name: str) -> Callable[[Parser], Parser]:
@@ -58,8 +63,8 @@ def parse_tags(text: str, agent: AgentConfig) -> Optional[str]:
 
 @register_parser("boxed")
 def parse_boxed(text: str, agent: AgentConfig) -> Optional[str]:
-    r"""The whole text, if its last `\boxed{…}` is closed and not empty."""
-    return text.strip() if last_boxed(text) else None
+    r"""The content of the last `\boxed{…}`; None without one, or if it is unclosed or empty."""
+    return last_boxed(text)
 
 
 @register_parser("text")
@@ -69,13 +74,35 @@ def parse_text(text: str, agent: AgentConfig) -> Optional[str]:
 
 
 def last_boxed(text: str) -> Optional[str]:
-    r"""The content of the last `\boxed{…}`, braces balanced; None where there is none or it is never closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    r"""The content of the last box in `text`: `\boxed{…}` or, as the MATH data set also writes, `\fbox{…}` or `\boxed …`.
+
+    Spaces may stand before the brace, braces are balanced, and escaped ones (`\{`) are text.  Without a brace the content ends
+    at a space or a dollar sign.  None if there is no box, or if the last one is not closed or is empty.
+    """
+    boxes = list(BOX.finditer(text))
+    if not boxes:
         return None
+    start = boxes[-1].end()
+    if text[start : start + 1] != "{":
+        return _UNBRACED.match(text, start).group() or None
     depth = 0
-    for match in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if match.group() == "{" else -1
+    for match in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
-            return text[start + len("\\boxed{"): start + match.start()].strip() or None
+            return text[start + 1 : match.start()].strip() or None
     return None
+
+
+def after_reasoning(text: str, prompt_end: str = "") -> Optional[str]:
+    """What a model says when it has reasoned: what follows the last `</think>`, or all of a text that has no such tags.
+
+    Args:
+        text: a response.
+        prompt_end: the end of its prompt.  Some chat templates open the reasoning there, and a response then only closes it.
+
+    Returns:
+        None if the reasoning is not finished: what stands in it is no answer yet.
+    """
+    _, closed, answer = text.rpartition(THINK_CLOSED)
+    opened = prompt_end.rstrip().endswith(THINK_OPEN)
+    return None if THINK_OPEN in answer or opened and not closed else answer

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from megatron_drmas.config.schema import AgentConfig, TeamConfig
-from megatron_drmas.team.parsing import PARSERS
+from megatron_drmas.team.parsing import PARSERS, after_reasoning
 from megatron_drmas.team.prompts import render_prompt
 from megatron_drmas.team.workflow import WORKFLOWS, Workflow
 
@@ -23,9 +23,15 @@ class Agent:
             messages.insert(0, {"role": "system", "content": self.config.system})
         return messages
 
-    def parse(self, text: str) -> Optional[str]:
-        """The content of an output, or None if it is malformed."""
-        return PARSERS[self.config.parser](text, self.config)
+    def parse(self, text: str, prompt_end: str = "") -> Optional[str]:
+        """The content of an output, or None if it is malformed or its reasoning is not finished.
+
+        Args:
+            text: the output.
+            prompt_end: how the prompt ends; see `parsing.after_reasoning`.
+        """
+        answer = after_reasoning(text, prompt_end)
+        return None if answer is None else PARSERS[self.config.parser](answer, self.config)
 
 
 @dataclass(frozen=True)

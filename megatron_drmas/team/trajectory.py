@@ -5,6 +5,8 @@ from typing import Any, Optional
 
 from megatron_drmas.data.questions import Question
 
+NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampling replaces are counted; no failure of a run
+
 
 @dataclass
 class Turn:
@@ -26,7 +28,7 @@ class Turn:
     weight_version: int
     text: str
     content: Optional[str]  # what the agent's parser accepted
-    verdict: int = -1  # of an agent with two choices: 1 the first (accept), 0 the second (reject); -1 no verdict
+    verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither
     reward: float = 0.0  # of this call alone, as the workflow sees it; counts with algorithm.reward.turn
 
     @property
@@ -40,6 +42,7 @@ class Outcome:
 
     answer: Optional[str]  # None: the team gave none
     info: dict[str, Any] = field(default_factory=dict)
+    reward: Optional[float] = None  # the trajectory's return where the workflow decides it; None: the environment grades the answer
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Trajectory:
     outcome: Optional[Outcome] = None
     reward: float = 0.0
     success: bool = False  # see `Environment.success`
+    found: list[int] = field(default_factory=list)  # passages of each query
     role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
     failure: Optional[str] = None  # the cause
     failure_detail: Optional[str] = None

@@ -3,8 +3,13 @@
 vLLM imports this module in each worker before the model is built (`worker_extension_cls`).
 """
 
+from typing import Any, Optional
+
 import torch
+import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
 import vllm.model_executor.layers.utils as layer_utils
+from torch import Tensor
+from torch.nn.functional import linear, silu
 from vllm.platforms import current_platform
 
 import megatron_drmas.weight_sync.shm  # noqa: F401  (registers the back end)
@@ -22,8 +27,37 @@ def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+class PlainExperts(cpu_moe.CPUUnquantizedExperts):
+    """Stand-in for vLLM's experts on a CPU, which pack their weights when a model is loaded.
+
+    These compute with the parameters themselves, in the layout in which they are loaded: `w1` is [expert, gate rows above
+    up rows, hidden], `w2` [expert, hidden, ffn].
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weights as they were loaded."""
+
+    @classmethod
+    def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, Optional[str]]:
+        return True, None  # any size: there is no kernel
+
+    def apply(
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_, **__,
+    ) -> None:
+        """The chosen experts' outputs, weighted and summed, into `output` [t, hidden]; vLLM's interface."""
+        total = torch.zeros(output.shape, dtype=torch.float32)
+        for expert in range(w1.shape[0]):
+            token, place = (topk_ids == expert).nonzero(as_tuple=True)
+            if len(token):
+                gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+                down = linear(silu(gate) * up, w2[expert])
+                total.index_add_(0, token, down.float() * topk_weights[token, place, None].float())
+        output.copy_(total)
+
+
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
+    cpu_moe.X86CPUUnquantizedExperts = PlainExperts  # of the candidates, the first
 
 
 class WeightSyncExtension:

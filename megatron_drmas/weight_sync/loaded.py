@@ -5,6 +5,8 @@ from typing import Iterator
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -15,15 +17,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
+# What computes with the experts' weights as they are loaded; on CPUs, thanks to `extension.PlainExperts`.
+AS_LOADED = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+
 
 def iter_loaded_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a dense decoder as whole HF tensors; collective over the engine's tensor-parallel workers.
+    """Every parameter of a decoder as whole HF tensors; collective over the engine's tensor-parallel workers.
 
-    vLLM keeps q, k, v in one matrix and gate, up in another (the model's `packed_modules_mapping` has the names), pads
-    the vocabulary, and cuts all of these over its workers.  A parameter that two modules share is yielded once.
+    vLLM keeps q, k, v in one matrix and gate, up in another (the model's `packed_modules_mapping` has the names), all
+    experts of a layer in two, pads the vocabulary, and cuts all of these over its workers.  A parameter that two modules
+    share is yielded once.
 
     Raises:
-        WeightSyncError: a layer of experts, whose packing vLLM chooses at run time.
+        WeightSyncError: experts in a kernel's own layout, or spread over workers.
     """
     packed = model.packed_modules_mapping
     seen: set[int] = set()
@@ -32,8 +38,9 @@ def iter_loaded_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if kind in ("w13_weight", "w2_weight"):
-                raise WeightSyncError(f"{path}: the weights of expert layers cannot be compared tensor by tensor")
+            if isinstance(module, RoutedExperts):
+                yield from _experts(path.removesuffix(".routed_experts"), module, kind, parameter.detach())
+                continue
             prefix, _, last = path.rpartition(".")
             parts = _parts(module, kind, parameter.detach())
             names = packed[last] if len(parts) > 1 else [last]
@@ -56,6 +63,21 @@ def _parts(module: torch.nn.Module, kind: str, tensor: Tensor) -> list[Tensor]:
     if isinstance(module, VocabParallelEmbedding):
         return [_gather(tensor)[: module.org_vocab_size]]
     return [tensor]
+
+
+def _experts(path: str, module: RoutedExperts, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The experts of a layer: `w13_weight` [expert, gate rows above up rows, hidden] or `w2_weight` [expert, hidden, ffn]."""
+    backend = module.quant_method.unquantized_backend
+    if backend not in AS_LOADED or module.use_ep:
+        what = "are spread over the workers" if module.use_ep else f"are in the layout of vLLM's {backend.value} kernels"
+        raise WeightSyncError(f"{path}: its weights {what}, and cannot be compared tensor by tensor")
+    for number, expert in enumerate(tensor):
+        if kind == "w13_weight":
+            gate, up = map(_gather, expert.chunk(2))
+            yield f"{path}.{number}.gate_proj.weight", gate
+            yield f"{path}.{number}.up_proj.weight", up
+        else:
+            yield f"{path}.{number}.down_proj.weight", tensor_model_parallel_all_gather(expert, dim=1)
 
 
 def _gather(part: Tensor, copies: int = 1) -> Tensor:

@@ -1,5 +1,6 @@
 """Which tensors an update must bring: the receiving side's own list, read from the engine's model folder."""
 
+from checkpoints_conv.families import family_of
 from checkpoints_conv.hf_folder import HfFolder, read_config
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
@@ -23,7 +24,8 @@ class Manifest:
     @classmethod
     def of_folder(cls, folder: str, dtype: str) -> "Manifest":
         """The tensors of a Hugging Face folder, less those that an engine derives from others."""
-        tied = read_config(folder).get("tie_word_embeddings", False)
+        config = read_config(folder)
+        tied = family_of(config).model_spec(config).tied
         shapes = HfFolder(folder).shapes
         return cls({n: s for n, s in shapes.items() if COMPUTED not in n and not (tied and n == TIED)}, dtype)
 

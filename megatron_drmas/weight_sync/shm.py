@@ -29,11 +29,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads buckets from shared memory into the model's own parameters, in place.
-
-    vLLM packs the weights of expert layers for the CPU when it loads a model; an update in place would write the
-    checkpoint's layout over the packed one, so models with expert layers are refused.
-    """
+    """Loads buckets from shared memory into the model's own parameters, in place; `extension` keeps vLLM from packing them."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
@@ -46,9 +42,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to agree on: every bucket names its segment."""
 
     def start_weight_update(self) -> None:
-        for path, module in self.model.named_modules():
-            if hasattr(module, "w13_weight"):
-                raise WeightSyncError(f"{path}: expert layers cannot be updated through shared memory; use a dense model on CPUs")
+        """Nothing to prepare: buckets are loaded as they come."""
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         memory = torch.frombuffer(self._map(update_info.segment), dtype=torch.uint8)

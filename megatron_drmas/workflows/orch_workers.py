@@ -20,6 +20,7 @@ class OrchWorkersWorkflow(Workflow):
 
     agents = {"orchestrator": ("question", "width"), "worker": ("question", "strategy"), "synthesiser": ("question", "solutions")}
     parsers = {"orchestrator": "tags"}
+    answering = ("worker", "synthesiser")
 
     async def run(self, context: Context, question: Question) -> Outcome:
         """One plan, its solutions and their synthesis; the outcome's `info` holds the number of strategies followed.

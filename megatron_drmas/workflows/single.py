@@ -10,6 +10,7 @@ class SingleWorkflow(Workflow):
     """The agent `solver` answers at once.  Template variables: `question` (str).  By itself a solution earns its grade."""
 
     agents = {"solver": ("question",)}
+    answering = ("solver",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         solution = await context.call("solver", question=question.text)

@@ -1,9 +1,10 @@
 """Every estimator against a slow oracle, and the laws that hold for all of them."""
 
 import itertools
-import statistics
+import math
 from collections import defaultdict
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.estimators import ESTIMATORS, register_estimator
 from megatron_drmas.algorithm.scores import row_scores
-from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
+from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig, RewardConfig
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.load import compose_config
 
 EPSILON = 1e-6
 VARIANTS = [
@@ -31,14 +33,17 @@ VARIANTS = [
 
 
 class Oracle:
-    """The estimators once more, in dictionaries and loops over rows."""
+    """The estimators once more, from their definitions: dictionaries, loops over rows, and fractions up to the square root.
 
-    def __init__(self, batch, config: AdvantageConfig):
+    Scores are fractions, so that samples have spread exactly if they differ.
+    """
+
+    def __init__(self, batch, config: AdvantageConfig, scores=None, reward=None):
         self.config = config
-        self.scores = row_scores(batch, AlgorithmConfig(advantage=config)).tolist()
+        self.scores = [Fraction(score) for score in (row_scores(batch, AlgorithmConfig(advantage=config)).tolist() if scores is None else scores)]
         self.rows = range(len(self.scores))
         self.agent, self.trajectory, self.turn = batch.agent.tolist(), batch.trajectory.tolist(), batch.turn.tolist()
-        self.reward = batch.reward.tolist()
+        self.reward = [Fraction(value) for value in (batch.reward.tolist() if reward is None else reward)]
         self.state = batch.state.tolist() if batch.state is not None else None
         group = batch.group.tolist()
         self.group = [
@@ -53,27 +58,32 @@ class Oracle:
     def cell(self, scope, *extra):
         return [(self.group[i], self.agent[i] if scope == "agent" else None, *(column[i] for column in extra)) for i in self.rows]
 
-    def samples(self, values, cell, weighting):
-        members = defaultdict(lambda: defaultdict(list))
-        for i in self.rows:
-            members[cell[i]][self.trajectory[i] if weighting == "trajectory" else ("row", i)].append(values[i])
-        return {key: [statistics.fmean(unit) for unit in units.values()] for key, units in members.items()}
-
-    def normalise(self, values, mean_cell, std_cell, weighting):
-        means = {key: statistics.fmean(unit) for key, unit in self.samples(values, mean_cell, weighting).items()}
-        if std_cell is None:
-            return [values[i] - means[mean_cell[i]] for i in self.rows]
-        spread = {}
-        for key, unit in self.samples(values, std_cell, weighting).items():
-            equal = len(unit) < 2 or max(unit) - min(unit) < 1e-12
-            spread[key] = None if equal else statistics.stdev(unit)
-        return [
-            0.0 if spread[std_cell[i]] is None else (values[i] - means[mean_cell[i]]) / (spread[std_cell[i]] + EPSILON)
-            for i in self.rows
-        ]
-
     def scope(self, name, *extra):
         return None if name == "none" else self.cell(name, *extra)
+
+    def units(self, values, cell, weighting):
+        """cell -> unit -> the value that stands for each row of the unit."""
+        members = defaultdict(lambda: defaultdict(list))
+        for i in self.rows:
+            members[cell[i]][self.unit(i, weighting)].append(values[i])
+        return {key: {unit: sum(rows) / len(rows) for unit, rows in of.items()} for key, of in members.items()}
+
+    def unit(self, i, weighting):
+        return self.trajectory[i] if weighting == "trajectory" else ("row", i)
+
+    def normalise(self, values, mean_cell, std_cell, weighting):
+        of_mean, advantages = self.units(values, mean_cell, weighting), []
+        of_std = None if std_cell is None else self.units(values, std_cell, weighting)
+        for i in self.rows:
+            samples = of_mean[mean_cell[i]]
+            centred = samples[self.unit(i, weighting)] - sum(samples.values()) / len(samples)
+            if of_std is not None:
+                scale = list(of_std[std_cell[i]].values())
+                mean = sum(scale) / len(scale)
+                squares = sum((x - mean) ** 2 for x in scale)
+                centred = centred / (Fraction(math.sqrt(squares / (len(scale) - 1))) + Fraction(EPSILON)) if squares else 0
+            advantages.append(Fraction(centred))
+        return advantages
 
     def normalised(self):
         config = self.config
@@ -81,13 +91,12 @@ class Oracle:
 
     def rloo(self):
         cell, advantages = self.cell(self.config.mean), []
+        units = self.units(self.scores, cell, self.config.weighting)
+        owner = {self.unit(i, self.config.weighting): self.trajectory[i] for i in self.rows}
         for i in self.rows:
-            others = defaultdict(list)
-            for j in self.rows:
-                if cell[j] == cell[i] and self.trajectory[j] != self.trajectory[i]:
-                    others[self.trajectory[j] if self.config.weighting == "trajectory" else ("row", j)].append(self.scores[j])
-            baseline = statistics.fmean(statistics.fmean(unit) for unit in others.values()) if others else self.scores[i]
-            advantages.append(self.scores[i] - baseline)
+            own = units[cell[i]][self.unit(i, self.config.weighting)]
+            others = [value for unit, value in units[cell[i]].items() if owner[unit] != self.trajectory[i]]
+            advantages.append(own - sum(others) / len(others) if others else Fraction(0))
         return advantages
 
     def reinforce_pp_baseline(self):
@@ -107,16 +116,16 @@ class Oracle:
             )
             rewards = [self.scores[j] - self.reward[j] for _, j in later]
             rewards[-1] += self.reward[i]
-            returns.append(sum(config.gigpo_discount**k * reward for k, reward in enumerate(rewards)))
+            returns.append(sum(Fraction(str(config.gigpo_discount)) ** k * reward for k, reward in enumerate(rewards)))
         step = self.normalise(returns, self.cell(config.mean, self.state), self.scope(config.std, self.state), "step")
-        return [episode + config.gigpo_weight * local for episode, local in zip(self.normalised(), step)]
+        return [episode + Fraction(config.gigpo_weight) * local for episode, local in zip(self.normalised(), step)]
 
     def advantages(self):
-        return getattr(self, self.config.estimator)()
+        return torch.tensor([float(value) for value in getattr(self, self.config.estimator)()])
 
 
-def row_advantages(batch, config: AdvantageConfig):
-    tokens = compute_advantages(batch, AlgorithmConfig(advantage=config))
+def row_advantages(batch, config: AdvantageConfig, **settings):
+    tokens = compute_advantages(batch, AlgorithmConfig(advantage=config, **settings))
     firsts = tokens[batch.response_offsets[:-1]]
     assert torch.equal(tokens, firsts.repeat_interleave(batch.response_lengths)), "one value on all tokens of a row"
     return firsts
@@ -126,29 +135,117 @@ def row_advantages(batch, config: AdvantageConfig):
 def test_equals_the_oracle(config, random_batch):
     for seed in range(2):
         batch = random_batch(seed)
-        torch.testing.assert_close(
-            row_advantages(batch, config), torch.tensor(Oracle(batch, config).advantages()), rtol=2e-5, atol=2e-5
-        )
+        torch.testing.assert_close(row_advantages(batch, config), Oracle(batch, config).advantages(), rtol=2e-5, atol=2e-5)
 
 
 rows_strategy = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0.0, 0.3, 1.0, -1e6, 1e6])),
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.sampled_from([1, 2, -3, 6]), st.booleans()),
     min_size=1,
     max_size=12,
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(rows=rows_strategy, config=st.sampled_from(VARIANTS))
-def test_any_structure_equals_the_oracle(make_batch, rows, config):
-    agent, group, sample, _ = zip(*rows)
+@settings(max_examples=400, deadline=None)
+@given(
+    rows=rows_strategy,
+    config=st.sampled_from(VARIANTS),
+    penalty=st.sampled_from([0, 1, 3]),
+    unit=st.sampled_from([1, 10**6, 10**9]),
+)
+def test_any_structure_equals_the_oracle(make_batch, rows, config, penalty, unit):
+    """Scores of tenths (of millions, of ten-millionths) that rewards of two levels and a penalty add up to: what is equal on
+    paper is equal, whatever float32 makes of each sum."""
+    agent, group, sample, trajectory_reward, turn_reward, valid = zip(*rows)
     returns = {}
-    reward = [returns.setdefault((g, s), r) for _, g, s, r in rows]
+    reward = [returns.setdefault((g, s), r) for g, s, r in zip(group, sample, trajectory_reward)]
     trajectory = [g * 3 + s for g, s in zip(group, sample)]
-    batch = make_batch(agent, group, trajectory, reward, state=torch.tensor(agent) % 2)
-    expected = torch.tensor(Oracle(batch, config).advantages())
-    scale = float(max(map(abs, reward))) if config.std == "none" else 1.0
-    torch.testing.assert_close(row_advantages(batch, config), expected, rtol=1e-4, atol=1e-4 * max(scale, 1))
+    scale = Fraction(unit, 10 if unit < 10**9 else 10**16)
+    batch = make_batch(
+        agent, group, trajectory, [float(r * scale) for r in reward], valid=valid, state=torch.tensor(agent) % 2,
+        turn_reward=torch.tensor([float(r * scale) for r in turn_reward]),
+    )
+    scores = [(r + t - (0 if ok else penalty)) * scale for r, t, ok in zip(reward, turn_reward, valid)]
+    got = row_advantages(batch, config, reward=RewardConfig(turn=1.0), invalid_penalty=float(penalty * scale))
+    expected = Oracle(batch, config, scores, [r * scale for r in reward]).advantages()
+    size = float(10 * scale) if config.std == "none" else 1.0
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * size)
+
+
+@pytest.mark.parametrize("penalty", [0.001, 0.01, 0.1, 1.0])
+def test_an_invalid_call_counts_for_its_whole_trajectory(penalty, make_batch):
+    """5 trajectories of 8 calls, all returns 0, one call invalid: its trajectory is one sample among five, whatever the penalty."""
+    valid = [row != 19 for row in range(40)]
+    batch = make_batch([row % 2 for row in range(40)], [0] * 40, [row // 8 for row in range(40)], [0.0] * 40, valid=valid)
+    config = AdvantageConfig(mean="group", std="group", weighting="trajectory", epsilon=1e-12)
+    advantages = row_advantages(batch, config, invalid_penalty=penalty)
+    expected = torch.full((5, 8), 1 / 5**0.5).index_fill(0, torch.tensor(2), -4 / 5**0.5)
+    torch.testing.assert_close(advantages, expected.flatten(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("recipe, scale", [("grpo", 0), ("dapo", 0), ("gspo", 0), ("teamtr", 0), ("gigpo", 0), ("dr_grpo", 1)])
+def test_recipes_compare_trajectories(recipe, scale, make_batch):
+    """Scores 1, 0.9, 0, 0 of four trajectories, the second by three calls of which one is invalid: eight rows."""
+    config = compose_config("search_hetero", [f"algorithm={recipe}", "algorithm.invalid_penalty=0.3"]).algorithm
+    trajectory, valid = [0, 1, 1, 1, 2, 2, 3, 3], [True, True, False, True, True, True, True, True]
+    batch = make_batch(
+        [0, 0, 1, 2, 0, 1, 0, 2], [0] * 8, trajectory, [1, 1, 1, 1, 0, 0, 0, 0], valid=valid, state=torch.arange(8),
+        response_limits=torch.full((8,), 1000),
+    )
+    means = torch.tensor([1.0, 0.9, 0.0, 0.0])
+    expected = (means - means.mean()) / (1 if scale else means.std())
+    got = compute_advantages(batch, config)[batch.response_offsets[:-1]]
+    torch.testing.assert_close(got, expected[trajectory], rtol=1e-4, atol=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=rows_strategy,
+    config=st.sampled_from([c for c in VARIANTS if c.weighting == "trajectory" and c.group_key == "question" and c.estimator != "gigpo"]),
+)
+def test_trajectory_weighting_is_step_weighting_of_the_means(make_batch, rows, config):
+    """Where every cell is of one scope: one row for each trajectory, with the mean score, has the advantage of all its calls."""
+    if config.std not in (config.mean, "none"):
+        config = replace(config, std="none" if config.estimator == "rloo" else config.mean)
+    agent, group, sample, _, turn_reward, _ = zip(*rows)
+    agent_of = agent if config.mean == "agent" else [0] * len(rows)
+    members = defaultdict(list)
+    for row, unit in enumerate(zip(agent_of, group, [g * 3 + s for g, s in zip(group, sample)])):
+        members[unit].append(row)
+    many = make_batch(agent, group, [g * 3 + s for g, s in zip(group, sample)], [0.0] * len(rows), turn_reward=torch.tensor(turn_reward) / 4)
+    means = torch.tensor([sum(turn_reward[row] for row in of) / len(of) / 4 for of in members.values()])
+    few = make_batch(*zip(*members), [0.0] * len(members), turn_reward=means)
+    settings = {"reward": RewardConfig(turn=1.0)}
+    expected = row_advantages(few, replace(config, weighting="step"), **settings)
+    got = row_advantages(many, config, **settings)
+    for value, of in zip(expected, members.values()):
+        torch.testing.assert_close(got[of], value.repeat(len(of)), rtol=1e-4, atol=1e-5)
+
+
+def test_rounding_is_no_spread_of_the_batch(make_batch):
+    """Group 0 has one invalid row; group 1 is one trajectory of three invalid calls and a valid one: no group has a contrast."""
+    batch = make_batch([0] * 5, [0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0.0] * 5, valid=[False, False, False, False, True])
+    for config in (c for c in VARIANTS if c.weighting == "trajectory" and c.estimator in ("reinforce_pp_baseline", "normalised", "rloo")):
+        if config.group_key != "question_agent_turn":
+            assert row_advantages(batch, config, invalid_penalty=0.1).eq(0).all()
+
+
+@pytest.mark.parametrize("config", [c for c in VARIANTS if c.estimator != "gigpo"], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
+def test_scores_that_cancel_are_judged_by_what_cancelled(config, size, make_batch):
+    """0.1 + 0.2 - 0.3 and 0 are equal; so are their distances to a group's mean, whatever the next group's rewards are."""
+    reward = torch.tensor([0.1, 0.0, 0.7, 0.7]) * size
+    turn_reward = torch.tensor([0.2, 0.0, 0.1, 0.1]) * size
+    batch = make_batch([0] * 4, [0, 0, 1, 1], [0, 1, 2, 3], reward, valid=[False, True, True, True], turn_reward=turn_reward)
+    advantages = row_advantages(batch, config, reward=RewardConfig(turn=1.0), invalid_penalty=0.3 * size)
+    assert advantages.eq(0).all()
+
+
+@pytest.mark.parametrize("config", [AdvantageConfig("reinforce_pp_baseline", "group", "group"), AdvantageConfig(mean="group", std="group")], ids=str)
+def test_one_small_difference_among_many_equal_scores_is_spread(config, make_batch):
+    rows = 10_000
+    batch = make_batch([0] * rows, [0] * rows, range(rows), [1000.0] * rows, valid=[False] + [True] * (rows - 1), turn=[0] * rows)
+    advantages = row_advantages(batch, config, invalid_penalty=0.01)
+    assert advantages[0] < -90 and advantages[1:].gt(0).all()
 
 
 @pytest.mark.parametrize("config", VARIANTS[::5], ids=str)
@@ -252,7 +349,14 @@ def test_million_rows_and_huge_scores(make_batch):
 def test_group_ids_may_be_anything(random_batch):
     batch = random_batch(5)
     strange = replace(batch, group=batch.group * 10**12 - 7, trajectory=batch.trajectory * 10**9)
-    assert torch.equal(row_advantages(batch, AdvantageConfig()), row_advantages(strange, AdvantageConfig()))
+    for config in VARIANTS[::7]:
+        assert torch.equal(row_advantages(batch, config), row_advantages(strange, config))
+
+
+@pytest.mark.parametrize("config", VARIANTS[::7], ids=str)
+def test_trajectories_may_be_numbered_within_their_group(config, random_batch):
+    batch = random_batch(6, samples=5)
+    assert torch.equal(row_advantages(batch, config), row_advantages(replace(batch, trajectory=batch.trajectory % 5), config))
 
 
 def test_errors_name_the_key(random_batch):

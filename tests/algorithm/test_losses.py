@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from megatron_drmas.algorithm.losses import (
     LOSSES,
+    MAX_LOG_RATIO,
     LossInputs,
     check_loss_config,
     kl_penalty,
@@ -88,6 +91,76 @@ def test_what_holds_the_policy_back_holds_for_masked_tokens_too():
 @pytest.mark.parametrize("estimator,expected", [("k1", -math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 1 - math.log(2))])
 def test_kl_by_hand(estimator, expected):
     assert kl_penalty(torch.tensor(0.0), torch.tensor(math.log(2)), estimator).item() == pytest.approx(expected)
+
+
+log_ratios = st.floats(-1e4, 1e4, width=32) | st.floats(15, 25, width=32) | st.floats(-1, 1, width=32) | st.sampled_from([-3e38, 1e30, 3e38])
+advantages = st.sampled_from([-1e3, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1e3])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(log_ratios, st.integers(0, 2)), min_size=1, max_size=6),
+    of_sequence=st.lists(advantages, min_size=3, max_size=3),
+    name=st.sampled_from(["gspo", "ppo", "teamtr"]),
+    dual_clip=st.sampled_from([0.0, 3.0]),
+)
+def test_any_ratio_has_a_finite_gradient_of_the_right_sign_or_counts_as_clipped(tokens, of_sequence, name, dual_clip):
+    """Against float64: the definition's gradient up to a ratio of e^20, that of e^20 beyond; whatever is limited is counted."""
+    ratios, sequence = torch.tensor([r for r, _ in tokens]), torch.tensor([s for _, s in tokens])
+    advantage, n = torch.tensor(of_sequence)[sequence], len(tokens)
+    total = torch.zeros(3, dtype=torch.float64).index_add_(0, sequence, ratios.double())
+    length = torch.bincount(sequence, minlength=3).clamp(min=1)
+    log_w = {"ppo": ratios.double(), "gspo": (total / length)[sequence], "teamtr": total[sequence]}[name]
+    w, config = log_w.clamp(max=MAX_LOG_RATIO).exp(), LossConfig(name, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
+    # Not where rounding decides: next to a bound, or in sums of terms that float32 cannot hold together.
+    assume(torch.stack([w - 0.8, w - 1.3, w - 3.0, log_w - 20]).abs().min() > 1e-2)
+    assume(n == 1 or ratios.abs().max() <= 1e4)
+    removed = ((advantage > 0) & (w > 1.3)) | ((advantage < 0) & (w < 0.8))
+    if name == "ppo" and dual_clip:
+        removed |= (advantage < 0) & (w > 3.0)
+    of_token = torch.where(removed, 0.0, -advantage.double() * w)  # d loss / d log w, of each token's loss
+
+    logprobs = ratios.clone().requires_grad_()
+    zeros = torch.zeros(n)
+    out = policy_loss(LossInputs(logprobs, zeros, advantage, torch.full((n,), 1 / n), sequence, 3, old_logprobs=zeros), config)
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    if name != "ppo":  # every token of the sequence moves its ratio
+        of_sequences = torch.zeros(3, dtype=torch.float64).index_add_(0, sequence, of_token)
+        of_token = (of_sequences / length if name == "gspo" else of_sequences)[sequence]
+    assert out.loss.isfinite() and gradient.isfinite().all()
+    assert (gradient * advantage <= 0).all()
+    torch.testing.assert_close(gradient.double(), of_token / n, rtol=1e-2, atol=1e-6)
+    limited = removed | ((advantage != 0) & (log_w > MAX_LOG_RATIO))
+    assert out.sums["clipped"].item() == limited.sum()
+
+
+def test_a_message_far_above_its_old_probability_is_pushed_back_and_counted():
+    """100 tokens at +0.3: a ratio of e^30; GSPO's of the same message is e^0.3."""
+    for name, gradient in (("teamtr", math.exp(20) / 100 * 100), ("gspo", math.exp(0.3) / 100)):
+        inputs = one_sequence([math.exp(0.3)] * 100, [-1.0] * 100)
+        out = policy_loss(inputs, LossConfig(name, aggregation="sequence_mean"))
+        out.loss.backward()
+        torch.testing.assert_close(inputs.logprobs.grad, torch.full((100,), gradient, dtype=torch.float64))
+        assert out.sums["clipped"].item() == (100 if name == "teamtr" else 0)
+
+
+@given(logprob=st.floats(-1e4, 0, width=32), reference=st.floats(-1e4, 0, width=32))
+def test_the_kl_penalty_pulls_towards_the_reference_from_anywhere(logprob, reference):
+    """Log-prob -0.1, reference -25: 1 for k3, 24.9 for k2."""
+    for estimator in ("k1", "k2", "k3"):
+        leaf = torch.tensor(logprob, requires_grad=True)
+        value = kl_penalty(leaf, torch.tensor(reference), estimator)
+        value.backward()
+        log_r = reference - logprob
+        expected = {"k1": 1.0, "k2": -log_r, "k3": 1 - math.exp(min(log_r, 20.0))}[estimator]
+        assert leaf.grad.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert value.isfinite() and (estimator == "k1" or value >= 0)
+
+
+def test_the_reported_mismatch_has_no_ceiling():
+    out = policy_loss(one_sequence([1.0], [1.0], engine_logprobs=torch.tensor([-25.0])), LossConfig())
+    assert out.maxima["mismatch"].item() == out.sums["mismatch"].item() == 25.0
+    assert out.sums["prob_ratio"].item() == pytest.approx(math.exp(20)) and out.sums["chi_square"].isfinite()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

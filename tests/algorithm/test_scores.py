@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_drmas.algorithm.check import check_algorithm_config
-from megatron_drmas.algorithm.scores import last_verdicts, overlong_penalty, row_scores, verdict_credit
+from megatron_drmas.algorithm.scores import overlong_penalty, row_scores, score_magnitudes, verdict_credit
 from megatron_drmas.config.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -57,14 +57,11 @@ def test_verifier_is_paid_for_being_right(make_batch):
     assert row_scores(batch, AlgorithmConfig(reward=RewardConfig(verdict=0.25))).tolist() == [1.25, -0.25, 0]
 
 
-def test_only_an_agents_last_verdict_meets_the_outcome(make_batch):
-    """Rejected, corrected, accepted: the rejection was right, whatever the outcome; so was that of the other agent's."""
-    agent, trajectory, turn = [1, 1, 2, 1, 1], [0, 0, 0, 1, 1], [1, 3, 2, 0, 2]
-    verdict = torch.tensor([0, 1, 0, 0, -1])
-    batch = make_batch(agent, [0] * 5, trajectory, [1, 1, 1, 0, 0], turn=turn, verdict=verdict)
-    assert last_verdicts(verdict, batch).tolist() == [-1, 1, 0, 0, -1]
-    config = AlgorithmConfig(reward=RewardConfig(verdict=0.25))
-    assert row_scores(batch, config).tolist() == [1.0, 1.25, 0.75, 0.25, 0.0]
+def test_magnitudes_are_of_what_a_score_adds_up(make_batch):
+    batch = make_batch([0, 1], [0, 0], [0, 0], [-1, -1], valid=[False, True], turn_reward=torch.tensor([1.0, -0.5]), verdict=torch.tensor([-1, 1]))
+    config = AlgorithmConfig(reward=RewardConfig(turn=2.0, verdict=0.25), invalid_penalty=0.5)
+    assert row_scores(batch, config).tolist() == [0.5, -2.25]
+    assert score_magnitudes(batch, config).tolist() == [3.5, 2.25]
 
 
 def test_soft_overlong_punishment():

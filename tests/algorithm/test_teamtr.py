@@ -139,3 +139,13 @@ def test_update_is_measured_by_message(make_batch):
     assert measured["message_kl"] == pytest.approx(0.0, abs=1e-6)
     assert measured["message_kl_bound"] == pytest.approx((2 + 0.5 + 1 - 3) / 3)
     assert measured["surrogate"] == pytest.approx(0.2 + (-0.8 + 1.0) + 0.0)
+
+
+@pytest.mark.parametrize("shift", [-1e5, -30.0, 30.0, 1e5])
+def test_a_large_update_is_not_measured_as_a_small_one(shift, make_batch):
+    batch = make_batch([0], [0], [0], [0], lengths=[2])
+    batch.advantages = torch.tensor([-1.0, -1.0])
+    measured = measure_update(batch, torch.zeros(2), torch.full((2,), shift), LossConfig())
+    assert measured["message_kl"] == -2 * shift
+    assert measured["message_kl_bound"] == pytest.approx(math.exp(min(2 * shift, 300)) - 1 - 2 * shift)
+    assert math.isfinite(measured["surrogate"]) and math.copysign(1, measured["surrogate"]) == (1 if shift < 0 else -1)

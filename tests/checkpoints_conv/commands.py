@@ -13,6 +13,12 @@ SIDE = {
     "tokenizer.json": '{"made": "up"}',
     "tokenizer_config.json": "{}",
     "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "tekken.json": "{}",
+    "tokenizer.model": "sentences",
+    "LICENSE": "free",
+    "Notice.txt": "noted",
+    "README.md": "# Tiny",
 }
 
 

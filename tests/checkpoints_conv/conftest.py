@@ -37,6 +37,7 @@ def folder(models, tmp_path) -> Path:
     """A copy of the tiny Qwen2 with tokenizer, chat template, and a file that is none of a model's."""
     copy = Path(shutil.copytree(models("qwen2"), tmp_path / "hf"))
     for name, text in SIDE.items():
+        (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text(text)
     (copy / "notes.txt").write_text("mine")
     return copy

@@ -39,9 +39,13 @@ def test_round_trip_is_bit_exact(models, tmp_path, small_units, family, tied, dt
     assert run("verify", source, tmp_path / "back") == run("verify", source, tmp_path / "megatron") == 0
 
 
-def test_what_lies_beside_the_weights_comes_back_byte_for_byte(folder, tmp_path):
+def test_what_lies_beside_the_weights_comes_back_byte_for_byte_or_is_named(folder, tmp_path, capsys):
+    (folder / "original").mkdir()
+    (folder / "consolidated.safetensors").write_text("weights of another format")
     to_megatron(folder, tmp_path / "megatron")
+    assert f"not copied from {folder}: consolidated.safetensors, notes.txt, original/\n" in capsys.readouterr().err
     to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert "not copied" not in capsys.readouterr().err
     for name in [*SIDE, "config.json"]:
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     assert not (tmp_path / "back" / "notes.txt").exists()

@@ -91,6 +91,30 @@ def test_head_dim_is_the_configs_own():
     assert spec_of({**config_json("llama"), "head_dim": None}).head_dim == 8
 
 
+def without(config: dict, *keys: str) -> dict:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_an_absent_window_is_the_window_that_transformers_takes():
+    """Mistral's default is 4096, whatever max_position_embeddings says; a window that covers all positions is none."""
+    long, short = config_json("mistral"), config_json("mistral", max_position_embeddings=4096)
+    with pytest.raises(ConversionError, match="no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"):
+        spec_of(without(long, "sliding_window"))
+    assert spec_of(without(short, "sliding_window")) == spec_of(short)
+
+
+def test_absent_rope_is_transformers_default():
+    plain = spec_of(without(config_json("llama"), "rope_parameters"))
+    assert (plain.rope_theta, plain.rope_scaling_factor) == (10_000.0, None)
+
+
+def test_keys_that_nobody_reads_are_named_once(caplog):
+    config = {**config_json("llama"), "my_scale": 2.0, "another": None}
+    for _ in range(2):
+        assert spec_of(config) == tiny_spec("llama")
+    assert [record.getMessage().endswith("they are ignored here too: 'my_scale'") for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("key", ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor"])
 def test_rope_constants_that_megatron_cannot_express_are_refused(key):
     value = 0 if key == "factor" else 2.0
@@ -99,12 +123,16 @@ def test_rope_constants_that_megatron_cannot_express_are_refused(key):
         spec_of(config)
 
 
+WINDOWED = {"use_sliding_window": True, "layer_types": None}
+
+
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
         ("mistral", {"sliding_window": 4096}, "sliding_window=4096"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None, "rope_theta": 1e6}, "yarn"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
         ("qwen3", {"rope_parameters": LLAMA3_ROPE}, "llama3"),
@@ -125,11 +153,40 @@ def test_rope_constants_that_megatron_cannot_express_are_refused(key):
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; it must be a whole number from 1 to 1000"),
         ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "num_experts=1000000000"),
         ("qwen3_moe", {"num_experts_per_tok": 10**4}, "num_experts_per_tok=10000, but"),
-        ("qwen3_moe", {"norm_topk_prob": "4"}, "norm_topk_prob='4'"),
+        ("qwen3_moe", {"norm_topk_prob": "4"}, "norm_topk_prob.*value: '4'"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
+        ("qwen3_moe", {"num_experts": 8}, "num_experts=8 and num_local_experts=4"),
         ("llama", {"layer_types": ["chunked_attention"]}, "layer_types"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE twice, and differently"),
         ("llama", {"rope_scaling": {**LLAMA3_ROPE, "factor": 2.0}}, "RoPE twice, and differently"),
-        ("llama", {"rope_parameters": None}, "rope_theta"),
+        ("llama", {"rope_scaling": {**LLAMA3_ROPE, "rope_theta": None}}, "RoPE twice, and differently"),
+        ("llama", {"rope_theta": 5e5}, r"rope_theta=500000.0, but 10000.0 inside"),
+        ("llama", {"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096, but 8192 inside"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "type": "linear"}}, "two types, rope_type='llama3' and type='linear'"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "attention_factor": 2.0}}, "has no use for 'attention_factor'"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("qwen2", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "from layer to layer"),
+        ("llama", {"model_type": None}, "model_type=None"),
+        ("llama", {"hidden_size": 24, "head_dim": None}, "head_dim=3 is odd"),
+        ("qwen3", {"head_dim": None}, "head_dim"),
+        ("qwen2", {"head_dim": None}, "head_dim"),
+        ("mistral", {"sliding_window": 4096, "use_sliding_window": False}, "sliding_window=4096"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("llama", {"sliding_window": 4096}, "sliding_window=4096, which LlamaForCausalLM"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
+        ("qwen2", {**WINDOWED, "sliding_window": 64, "max_window_layers": 4}, "sliding_window=64"),
+        ("qwen2", {**WINDOWED, "sliding_window": 2**20, "max_window_layers": 2}, "max_window_layers"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen2", {"attention_bias": False}, "attention_bias=False"),
+        ("llama", {"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ("llama", {"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 64}}, "dual_chunk_attention_config"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ("llama", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config"),
+        ("llama", {"num_experts": 4}, "num_experts=4"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ("llama", {"quantization_config": {}}, "quantised"),
     ],
 )
 def test_what_cannot_be_converted_exactly_is_refused_by_name(family, change, named):

@@ -49,7 +49,11 @@ def edit_config(folder: Path, **changes) -> None:
 
 
 NORM = "model.norm.weight"
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def test_an_intact_folder_passes(folder):
@@ -130,7 +134,8 @@ def test_quantised_tensor(folder):
         ({"head_dim": 16}, "q_proj.weight"),
         ({"vocab_size": 132}, r"embed_tokens.weight is \[131, 64\], the config asks for \[132, 64\]"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
-        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": PLAIN_ROPE}, "q_proj.bias"),
+        (QWEN2, "attention_bias=False"),
+        ({**QWEN2, "attention_bias": None}, "q_proj.bias"),
     ],
 )
 def test_one_changed_field_of_the_config_is_noticed(folder, change, named):

@@ -1,13 +1,18 @@
 """Log-probs against transformers in fp32, short and long, and what each known trap would do to them."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints_conv import verify
+from checkpoints_conv import forward, verify
 from checkpoints_conv.__main__ import main
+from checkpoints_conv.hf_folder import INDEX, HfFolder
 from tests.checkpoints_conv import jobs
-from tests.checkpoints_conv.family_models import FAMILIES
+from tests.checkpoints_conv.family_models import FAMILIES, LLAMA3_ROPE, tiny_spec
 from tests.checkpoints_conv.ranks import Layout
 
 SHORT, LONG = 64, 4096
@@ -65,9 +70,85 @@ def test_verify_compares_a_forward_pass(models, tmp_path, capsys, monkeypatch):
     folder = models("qwen2", **SMALL)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # the tests' own; a user's shell has none
     assert main(["to-megatron", "--hf", str(folder), "--out", str(tmp_path / "megatron")]) == 0
-    assert main(["verify", str(folder), str(tmp_path / "megatron"), "--logits"]) == 0
-    assert "within the tolerance" in capsys.readouterr().out
-    passes = iter([torch.zeros(3, 5), torch.zeros(3, 5) + 2e-5])
-    monkeypatch.setattr(verify, "logprobs", lambda *args: next(passes))
-    assert main(["verify", str(folder), str(tmp_path / "megatron"), "--logits"]) == 1
-    assert "logits: max |Δ log-prob| 2e-05 over 64 tokens, above the tolerance 1e-05" in capsys.readouterr().out
+    command = ["verify", str(folder), str(tmp_path / "megatron"), "--logits"]
+    assert main([*command, "--tokens", "300"]) == 0
+    out, err = capsys.readouterr()
+    assert "at 256 of 300 tokens, within the tolerance" in out and "positions from 300 to 16384 were not compared" in err
+    asked = []
+
+    def passes(folder, config_folder, tokens, positions):
+        asked.append((len(tokens), int(positions[-1])))
+        return torch.zeros(2, 3, 5) if len(asked) == 1 else torch.full((1, 3, 5), 2e-5)
+
+    monkeypatch.setattr(verify, "logprobs", passes)
+    assert main(command) == 1
+    assert "logits: max |Δ log-prob| 2e-05 at 256 of 4352 tokens, above the tolerance 1e-05" in capsys.readouterr().out
+    assert asked == [(4352, 4351)] * 2
+
+
+def swapped(tensors: dict) -> None:
+    gate, up = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def without_bias(tensors: dict) -> None:
+    tensors["model.layers.1.self_attn.k_proj.bias"].zero_()
+
+
+def one_row(tensors: dict) -> None:
+    tensors["model.layers.0.self_attn.v_proj.weight"][5].mul_(1.01)
+
+
+def ways(folder, tokens: torch.Tensor) -> torch.Tensor:
+    """As `forward.logprobs` of a Hugging Face folder, without a process of its own."""
+    return torch.from_numpy(forward._hf_logprobs(folder, folder, tokens.tolist(), list(range(len(tokens)))))
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.4])
+@pytest.mark.parametrize("fault", [swapped, without_bias, one_row])
+def test_no_fault_hides_in_the_tolerance(ranks, models, tmp_path, fault, scale):
+    """Where rounding is small and where large weights amplify it: the same model is within, a fault far above."""
+    source = models("qwen2", num_hidden_layers=2, initializer_range=scale)
+    faulty = Path(shutil.copytree(source, tmp_path / "faulty"))
+    tensors = {name: HfFolder(source).tensor(name).clone() for name in HfFolder(source).names()}
+    fault(tensors)
+    for file in [*faulty.glob("*.safetensors"), faulty / INDEX]:
+        file.unlink()
+    save_file(tensors, faulty / "model.safetensors")
+    tokens = tokens_of(SHORT)
+    expected = ways(source, tokens)
+    allowed = verify.noise_tolerance(expected)
+    for folder, within in ((source, True), (faulty, False)):
+        (got,) = ranks.run(Layout(), tmp_path / f"store{within}", jobs.logprobs, folder, tokens)
+        largest = float((got - expected[-1]).abs().max())
+        assert largest <= allowed if within else largest > 5 * allowed
+
+
+def test_a_wrong_rope_factor_and_a_window_are_above_the_tolerance(models):
+    """Of two configs over the same weights, at a length beyond the window."""
+    tokens, llama, mistral = tokens_of(400), models("llama", **SMALL), models("mistral", **SMALL)
+    for folder, change in ((llama, {"rope_parameters": {**LLAMA3_ROPE, "factor": 8.0}}), (mistral, {"sliding_window": 256})):
+        right = ways(folder, tokens)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **change)
+        with torch.no_grad():
+            wrong = model(tokens[None]).logits[0].log_softmax(-1)
+        assert (wrong - right[-1]).abs().max() > 10 * verify.noise_tolerance(right)
+
+
+def test_positions_reach_from_the_first_to_the_last_token():
+    assert forward.sample_positions(3).tolist() == [0, 1, 2]
+    for count in (256, 257, 4352, 100_000):
+        positions = forward.sample_positions(count)
+        assert (positions[0], positions[-1], len(positions.unique())) == (0, count - 1, 256)
+
+
+def test_the_default_length_shows_a_window_where_it_can_and_is_bounded(monkeypatch):
+    memory = {"SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": 10**12}
+    monkeypatch.setattr("os.sysconf", memory.__getitem__)
+    spec = tiny_spec("llama")
+    assert forward.affordable_tokens(spec, 10**6) == 4352
+    assert forward.affordable_tokens(spec, 7 * 10**9) == 142
+    assert forward.affordable_tokens(tiny_spec("llama", max_position_embeddings=32), 10**12) == 32
+    memory["SC_AVPHYS_PAGES"] = 10**8
+    tokens = forward.affordable_tokens(spec, 10**6)
+    assert tokens < 4352 and 16 * spec.heads * tokens**2 <= 10**8 / 2

@@ -108,7 +108,7 @@ def test_gate_and_up_are_cut_separately(case):
 
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))
 def test_vocabulary_padding_is_least_zero_and_cut_off_again(vocab, tp):
-    spec = replace(tiny_spec(hidden_size=8), vocab=vocab)
+    spec = replace(tiny_spec(hidden_size=16), vocab=vocab)
     mapping = ModelMapping(spec)
     embedding = torch.ones(vocab, spec.hidden)
     shards = [megatron_shard(mapping, EMBEDDING_NAME, lambda name: embedding, rank, tp) for rank in range(tp)]
@@ -190,11 +190,11 @@ def test_expert_numbers_are_global(local):
 
 
 def test_unknown_parameter_and_wrong_shape_are_named():
-    mapping = ModelMapping(tiny_spec(hidden_size=8))
+    mapping = ModelMapping(tiny_spec(hidden_size=16))
     with pytest.raises(ConversionError, match="output_layer.bias"):
         hf_tensors(mapping, "output_layer.bias", [torch.zeros(3)])
-    with pytest.raises(ConversionError, match=r"model\.norm\.weight is \[9\], the config asks for \[8\]"):
-        hf_tensors(mapping, "decoder.final_layernorm.weight", [torch.zeros(9)])
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight is \[17\], the config asks for \[16\]"):
+        hf_tensors(mapping, "decoder.final_layernorm.weight", [torch.zeros(17)])
 
 
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megatron_drmas.cluster.signals import SIGNALS, StopRequest, handlers_kept
+from megatron_drmas.cluster.signals import SIGNALS, StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -114,18 +114,4 @@ def test_a_signal_that_the_shell_has_ignored_stays_ignored():
         stop.close()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(run())
-
-
-def test_a_library_that_takes_a_signal_gives_it_back():
-    async def run():
-        stop = StopRequest()
-        stop.polite(lambda text: None)
-        with handlers_kept():
-            signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the library's"))
-        send(signal.SIGTERM)
-        await soon(stop)
-        assert stop.requested == "SIGTERM" and not stop.aborted
-        stop.close()
-
     asyncio.run(run())

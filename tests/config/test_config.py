@@ -69,10 +69,43 @@ def test_the_math_recipes_take_other_teams(recipe, team):
     assert {agent.policy for agent in config.team.agents.values()} == set(config.policies)
 
 
+@pytest.mark.parametrize("team, agent", [
+    ("math", "solver"), ("math_single", "solver"), ("math_eval_opt", "generator"), ("math_voting", "voter"), ("math_orch_workers", "worker"),
+    ("math_orch_workers", "synthesiser"),
+])
+def test_an_answering_agent_gives_one_answer(team, agent):
+    overrides = [f"team={team}"] + (["~policies.verifier"] if team == "math_single" else [])
+    for parser in ("boxed", "tag", "text"):
+        validate(compose_config("math", [*overrides, f"team.agents.{agent}.parser={parser}", f"team.agents.{agent}.tag=answer"]), files=False)
+    config = compose_config("math", [*overrides, f"team.agents.{agent}.parser=tags", f"team.agents.{agent}.tag=answer"])
+    with pytest.raises(ConfigError, match=f"team.agents.{agent}.parser = 'tags'.*grades one answer.*use boxed, tag or text"):
+        validate(config, files=False)
+
+
 def test_a_workflow_names_the_parser_that_it_needs():
     config = compose_config("math", ["team=math_orch_workers", "team.agents.orchestrator.parser=text"])
     with pytest.raises(ConfigError, match="team.agents.orchestrator.parser = 'text'.*use tags"):
         validate(config, files=False)
+
+
+@pytest.mark.parametrize("overrides, key", [
+    (["team=math_voting", "algorithm.reward.verdict=0.1"], "algorithm.reward.verdict = 0.1"),
+    (["team=math_voting", "team.workflow.width=2", "team.agents.aggregator.choices=['1','2']", "algorithm.reward.verdict=0.1"], "algorithm.reward.verdict"),
+    (["team=math_orch_workers", "algorithm.reward.verdict=-1"], "algorithm.reward.verdict"),
+    (["team.agents.verifier.choices=[yes,no]"], "team.agents.verifier.choices = .*'approve' and 'reject'"),
+    (["team.agents.verifier.choices=[Approve,reject]"], "team.agents.verifier.choices"),
+    (["team.agents.verifier.choices=[]"], "team.agents.verifier.choices"),
+    (["team.agents.verifier.parser=text"], "team.agents.verifier.choices = .*use parser tag"),
+    (["team=math_eval_opt", "team.agents.evaluator.choices=[approve,reject]"], "team.agents.evaluator.choices = .*'correct'"),
+    (["team.workflow.max_turns=1"], "team.workflow.max_turns = 1.*at least 2"),
+])
+def test_a_verdict_is_declared_by_the_workflow(overrides, key):
+    with pytest.raises(ConfigError, match=key):
+        validate(compose_config("math", overrides), files=False)
+
+
+def test_a_third_choice_is_no_verdict():
+    validate(compose_config("math", ["team.agents.verifier.choices=[approve,reject,unsure]", "algorithm.reward.verdict=0.1"]), files=False)
 
 
 @pytest.mark.parametrize("override, key, value", [
@@ -107,6 +140,9 @@ def test_a_workflow_names_the_parser_that_it_needs():
     ("precision.mode=fp9", "precision.mode", "fp9"),
     ("team.agents.answer.policy=nobody", "team.agents.answer.policy", "nobody"),
     ("team.agents.answer.parser=guess", "team.agents.answer.parser", "guess"),
+    ("team.agents.answer.parser=tags", "team.agents.answer.parser", "one answer"),
+    ("team.agents.answer.tag=think", "team.agents.answer.tag", "reasoning"),
+    ("environment.normalization=ascii", "environment.normalization", "choose one of: squad, unicode"),
     ("team.agents.answer.prompt='{{'", "team.agents.answer.prompt", "Jinja"),
     ("team.agents.answer.prompt='{{ qestion }} {{ question }}'", "team.agents.answer.prompt", "uses qestion"),
     ("algorithm=dr_mass", "algorithm", "choose one of: at_grpo"),
@@ -123,6 +159,11 @@ def test_a_workflow_names_the_parser_that_it_needs():
     ("environment.name=math", "environment.name", "math"),
     ("environment.retrieval.corpus=/nonexistent", "environment.retrieval.corpus", "/nonexistent"),
     ("environment.retrieval.topk=101", "environment.retrieval.topk", "101"),
+    ("environment.retrieval.restarts=-1", "environment.retrieval.restarts", "-1"),
+    ("health.masked.stop=1.5", "health.masked.stop", "1.5"),
+    ("health.invalid.warn=0", "health.invalid.warn", "0"),
+    ("health.masked={warn: 0.6, stop: 0.5}", "health.masked.warn", "0.6"),
+    ("health.patience=0", "health.patience", "0"),
     ("environment.retrieval.encoder=/nonexistent", "environment.retrieval.encoder", "/nonexistent"),
     ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
     ("rollout.top_p=0", "rollout.top_p", "0"),
@@ -133,6 +174,10 @@ def test_a_bad_setting_is_named(compose, override, key, value):
         compose(override)
     message = str(caught.value)
     assert message.startswith(key) and value in message and "\n" not in message and ";" in message
+
+
+def test_a_share_of_the_health_rule_can_be_off(compose):
+    assert compose("health.masked.stop=null", "health.invalid.warn=null").health.masked.stop is None
 
 
 def test_the_default_recipe_is_accepted(compose):

@@ -28,6 +28,9 @@ def test_both_forms_say_the_same(tmp_path):
     ({"messages": CHAT["messages"][:1]}, "line 2 has fewer than two messages"),
     ({"messages": CHAT["messages"][::-1]}, "line 2 does not end with what the assistant says"),
     ({"prompt": "a"}, "line 2 has a message without a text"),
+    ({"messages": [{"role": "human", "content": "a"}, CHAT["messages"][1]]}, "line 2 has a message of role 'human'"),
+    ({"prompt": "a \ud83d", "response": "b"}, "line 2 has a message of the user that cannot be written as UTF-8"),
+    ({"prompt": "a", "response": "\frac"}, "line 2 has a message of the assistant that has the control character"),
     ({**CHAT, "prompt_weight": -1}, "line 2 has prompt_weight -1"),
     ({**CHAT, "prompt_weight": "much"}, "line 2 has prompt_weight 'much'"),
 ])

@@ -1,4 +1,4 @@
-"""Exact match, and what a bad retrieval server costs."""
+"""What a search team earns, and what a bad retrieval server costs."""
 
 import asyncio
 
@@ -10,27 +10,8 @@ from hypothesis import strategies as st
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment, exact_match, normalise_answer
+from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
-
-
-@pytest.mark.parametrize("answer, accepted, score", [
-    ("The Eiffel Tower.", ("eiffel tower",), 1.0),
-    ("an apple", ("Apple",), 1.0),
-    ("Paris, France", ("paris france",), 1.0),
-    ("Paris", ("London", "PARIS"), 1.0),
-    ("Paris France", ("Paris",), 0.0),
-    (None, ("x",), 0.0),
-    ("", ("x",), 0.0),
-    ("theatre", ("atre",), 0.0),
-])
-def test_exact_match(answer, accepted, score):
-    assert exact_match(answer, accepted) == score
-
-
-def test_normalisation_is_idempotent():
-    text = "  The  quick,  brown fox -- an answer! "
-    assert normalise_answer(normalise_answer(text)) == normalise_answer(text) == "quick brown fox answer"
 
 
 def ask(handler, queries=1, check=False, **settings):
@@ -92,7 +73,7 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
 def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
     async def run():
         async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))) as environment:
-            async def fails(queries):
+            async def fails(*asked):
                 raise RuntimeError("unforeseen")
 
             monkeypatch.setattr(environment, "_ask", fails)
@@ -139,7 +120,7 @@ def test_one_failure_leaves_the_others_alone():
     async def every_other(request):
         return await (broken if "q1" in (await request.json())["queries"] else ranked)(request)
 
-    found = ask(every_other, queries=3)
+    found = ask(every_other, queries=3, timeout_s=0.8)
     assert [isinstance(each, TrajectoryFailure) for each in found] == [False, True, False]
 
 
@@ -162,7 +143,7 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
         body = await request.json()
         return web.json_response({"result": [[{"contents": "?"}]] * (len(body["queries"]) - 1)})
 
-    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3))
+    assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3, timeout_s=0.3))
 
 
 @pytest.mark.parametrize("passage, accepted, holds", [

@@ -86,6 +86,17 @@ def test_sums_that_differ_by_rounding_are_equal(parts, mean, std):
         torch.testing.assert_close(advantages[rows:], torch.tensor([-1.0, 1.0]) * 0.5**0.5, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("rows", [2, 3, 100_000])
+@pytest.mark.parametrize("level", [1.0, -1000.0, 1e6])
+def test_spread_is_a_range_beyond_rounding_however_many_samples_are_equal(rows, level):
+    scores, cell = torch.full((rows,), level, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64)
+    for share, differs in ((2.0**-22, False), (2.0**-18, True)):
+        scores[-1] = level * (1 + share)
+        statistics = cell_statistics(scores, cell, 1)
+        assert statistics.spread.tolist() == [differs] and (statistics.std.item() > 0) == differs
+    assert not cell_statistics(scores, cell, 1, torch.full((rows,), 100 * abs(level))).spread.item()
+
+
 def test_statistics_keep_small_differences_of_large_scores():
     scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
     statistics = cell_statistics(scores, torch.zeros(3, dtype=torch.int64), 1)
@@ -108,6 +119,45 @@ def test_step_weighted_tokens_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([0.5**0.5, 0.5**0.5, 0.0]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("argument, value", [
+    ("scores", torch.tensor([1, 0, 5])),
+    ("scores", torch.zeros(3, 1)),
+    ("scores", torch.zeros(3, device="meta")),
+    ("group", torch.zeros(2, dtype=torch.int64)),
+    ("group", torch.zeros(3, dtype=torch.int32)),
+    ("agent", torch.zeros(1, dtype=torch.int64)),
+    ("agent", torch.zeros(3)),
+    ("offsets", torch.tensor([0, 2, 2, 3], dtype=torch.int32)),
+    ("offsets", torch.tensor([0, 2, 3])),
+    ("offsets", torch.tensor([1, 2, 2, 3])),
+    ("offsets", torch.tensor([0, 2, 1, 3])),
+    ("magnitude", torch.zeros(4)),
+    ("magnitude", torch.zeros(3, dtype=torch.int64)),
+    ("mean", "none"),
+    ("mean", "team"),
+    ("std", "trajectory"),
+])
+def test_what_is_no_column_is_refused_by_name(argument, value):
+    triton = pytest.importorskip("megatron_drmas.kernels.agent_advantage_triton")
+    columns = {"scores": torch.tensor([1.0, 0.0, 5.0]), "group": torch.zeros(3, dtype=torch.int64)}
+    columns |= {"agent": torch.tensor([2, 2, 0]), "offsets": torch.tensor([0, 2, 2, 3])}
+    name = "group" if argument == "scores" and value.device.type == "meta" else argument
+    for function in (agent_advantages, triton.agent_advantages_triton):
+        with pytest.raises(ValueError, match=f"^{name} "):
+            function(**columns | {argument: value})
+
+
+@pytest.mark.parametrize("columns", [
+    (torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
+    (torch.zeros(3),),
+    (torch.zeros(3, dtype=torch.int32),),
+    (torch.zeros(3, 1, dtype=torch.int64),),
+])
+def test_an_index_is_of_int64_columns_of_one_length(columns):
+    with pytest.raises(ValueError, match="needs int64"):
+        dense_index(*columns)
+
+
 @settings(max_examples=100, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(-(10**15), 10**15) | st.integers(-2, 2), st.integers(0, 3)), min_size=1, max_size=30))
 def test_dense_index_separates_exactly_the_different_rows(rows):
@@ -126,3 +176,9 @@ def test_segment_mean_of_a_slot_without_rows_is_zero():
 
 def test_expand_rows_of_bools_and_empty_rows():
     assert expand_rows(torch.tensor([True, False, True]), torch.tensor([2, 1, 0])).tolist() == [True, True, False]
+
+
+def test_a_row_without_a_length_is_refused():
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match="one length each"):
+            expand_rows(torch.zeros(3, device=device), torch.ones(1, dtype=torch.int64, device=device))

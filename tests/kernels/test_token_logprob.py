@@ -100,6 +100,84 @@ def test_padding_has_probability_and_gradient_zero():
     assert logits.grad[:, 5:].eq(0).all()
 
 
+def masked_problem():
+    """Logits of which every third is -inf and of which one row has a single one left; targets that are not masked."""
+    hidden, weight, targets, a, b = problem()
+    logits = (hidden @ weight.t()).detach()
+    logits[:, ::3] = logits[:, PADDED // 2:] = logits[0, 2:] = float("-inf")
+    return logits, (targets % 20 * 3 + 1).index_fill(0, torch.tensor(0), 1), a, b
+
+
+def masked_reference(logits, targets):
+    """Over the finite logits alone, row by row."""
+    logprobs, entropies = [], []
+    for row, target in zip(logits, targets.tolist()):
+        kept = row.isfinite().nonzero().flatten()
+        logp = row[kept].log_softmax(0)
+        logprobs.append(logp[kept.tolist().index(target)])
+        entropies.append(-(logp.exp() * logp).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_masked_logits_have_probability_and_gradient_zero(dtype, tolerance):
+    logits, targets, a, b = masked_problem()
+    exact = logits.to(dtype).double().requires_grad_()
+    expected = masked_reference(exact, targets)
+    (a * expected[0] + b * expected[1]).sum().backward()
+    leaf = logits.to(dtype).requires_grad_()
+    got = token_logprobs(leaf, targets)
+    (a * got[0] + b * got[1]).sum().backward()
+    for x, y in zip((*expected, exact.grad), (*got, leaf.grad)):
+        torch.testing.assert_close(y.double(), x, rtol=0, atol=tolerance)
+    assert leaf.grad[logits.isinf()].eq(0).all()
+
+
+def test_logits_that_overflow_to_minus_infinity_have_no_gradient():
+    """The fused path has no logits to mask: a row of the output layer so low that its logit leaves float32."""
+    hidden, targets = torch.rand(5, 4) + 4, torch.tensor([0, 1, 2, 4, 1])
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    weight[3] = -3e38
+    assert (hidden @ weight.t())[:, 3].isinf().all()
+    weight.requires_grad_(), hidden.requires_grad_()
+    logprobs, entropy = linear_token_logprobs(hidden, weight, targets, chunk=2)
+    (logprobs + entropy).sum().backward()
+    kept = torch.tensor([0, 1, 2, 4, 5])
+    fewer = weight.detach()[kept].requires_grad_()
+    expected = linear_token_logprobs(hidden.detach(), fewer, torch.tensor([0, 1, 2, 3, 1]), chunk=2)
+    sum(x.sum() for x in expected).backward()
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad[kept], fewer.grad, rtol=1e-5, atol=1e-6)
+    assert weight.grad[3].eq(0).all() and hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("target", [-1, -100, 5, 7, 8, 10**12])
+def test_a_target_outside_the_vocabulary_is_impossible(target):
+    """5 real ids in 8 columns: never the log-prob of another token."""
+    logprobs, entropy = token_logprobs(torch.zeros(2, 8), torch.tensor([target, 1]), vocab_size=5)
+    assert logprobs[0] == float("-inf") and logprobs[1].isfinite() and entropy.isfinite().all()
+    assert token_logprobs(torch.tensor([[0.0, float("-inf")]]), torch.tensor([1]))[0] == float("-inf")
+
+
+@pytest.mark.parametrize("function", [token_logprobs, lambda rows, targets: linear_token_logprobs(rows, torch.zeros(3, 4), targets)])
+def test_rows_without_a_target_are_refused(function):
+    for targets in (torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="targets"):
+            function(torch.zeros(2, 4), targets)
+
+
+@pytest.mark.parametrize("function", [from_logits, fused])
+def test_strided_inputs(function):
+    hidden, weight, targets, a, b = problem()
+    spread = torch.zeros(HIDDEN, 2 * N, dtype=torch.float64).t()[::2].copy_(hidden.detach()).requires_grad_()
+    results = []
+    for rows, ids in ((hidden, targets), (spread, targets.repeat_interleave(2)[::2])):
+        logprobs, entropy = function(rows, weight, ids, 1.0)
+        results.append((logprobs, entropy, *torch.autograd.grad((a * logprobs + b * entropy).sum(), (rows, weight))))
+    for x, y in zip(*results):
+        torch.testing.assert_close(y, x, rtol=0, atol=1e-12)
+
+
 def test_no_tokens():
     logits = torch.zeros(0, PADDED, requires_grad=True)
     sum(x.sum() for x in token_logprobs(logits, torch.zeros(0, dtype=torch.int64))).backward()
@@ -107,8 +185,9 @@ def test_no_tokens():
 
 
 def test_greedy_temperature_is_refused():
-    with pytest.raises(ValueError, match="temperature = 0"):
-        token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), temperature=0)
+    for temperature in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"temperature = {temperature}"):
+            token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), temperature=temperature)
 
 
 CASES = [
@@ -133,12 +212,17 @@ def tensor_parallel_rank(rank: int, size: int, folder: str) -> None:
         if function is from_logits:  # what the output layer's own backward does
             dist.all_reduce(hidden.grad)
         results.append((logprobs.detach(), entropy.detach(), hidden.grad, shard.grad))
+    logits, targets, a, b = masked_problem()
+    shard = logits.chunk(size, 1)[rank].clone().requires_grad_()
+    logprobs, entropy = token_logprobs(shard, targets, dist.group.WORLD)
+    (a * logprobs + b * entropy).sum().backward()
+    results.append((logprobs.detach(), entropy.detach(), shard.grad))
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_tensor_parallel_equals_one_rank(tmp_path):
-    """The second rank's slice is in part padding, or all of it."""
+    """The second rank's slice is in part padding, or all of it, or all masked."""
     mp.spawn(tensor_parallel_rank, (2, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for case, (_, temperature, vocab) in enumerate(CASES):
@@ -149,3 +233,10 @@ def test_tensor_parallel_equals_one_rank(tmp_path):
             for got, expected in zip(rank[case], (logprobs, entropy, hidden.grad)):
                 torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-10)
         torch.testing.assert_close(torch.cat([rank[case][3] for rank in ranks]), weight.grad, rtol=0, atol=1e-10)
+    logits, targets, a, b = masked_problem()
+    logprobs, entropy = masked_reference(logits.requires_grad_(), targets)
+    (a * logprobs + b * entropy).sum().backward()
+    for rank in ranks:
+        for got, expected in zip(rank[-1], (logprobs, entropy)):
+            torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat([rank[-1][2] for rank in ranks], 1), logits.grad, rtol=0, atol=1e-10)

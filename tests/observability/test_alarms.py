@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_drmas.observability.alarms import WARM_UP, Watch
+from megatron_drmas.observability.alarms import QUIET, WARM_UP, Episodes, Watch, likely_causes
 
 AGENTS_OF = {"judge": ["verifier"], "writer": ["search", "answer"]}
 
@@ -99,3 +99,58 @@ def test_an_agent_with_a_policy_to_itself_does_not_alarm_twice():
     line = empty | {"step": 1, "agents": {name: {"prob_ratio": 2.0} for name in ("verifier", "search")}, "policies": {"judge": {"prob_ratio": 2.0}}}
     assert [alarm["who"] for alarm in watch.check(line)] == ["search", "judge"]
     assert [alarm["who"] for alarm in watch.check(line | {"policies": {}})] == ["verifier", "search"]
+
+
+def alarm(step, metric="entropy", who="writer", beyond=2.0):
+    return {"metric": metric, "who": who, "value": 1.0, "beyond": beyond, "message": f"step {step}: {metric} of {who} is {beyond}"}
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["judge", "writer"]), st.none() | st.floats(1.0, 9.0)), max_size=60))
+def test_episodes_hold_every_alarm_once_and_lie_apart(steps):
+    episodes, begun, ended = Episodes(), [], []
+    for step, of_step in enumerate(steps, 1):
+        new, over = episodes.add(step, [alarm(step, who=who, beyond=beyond) for who, beyond in of_step.items()])
+        begun += new
+        ended += over
+    assert begun == episodes.all and all(not episode.open for episode in ended) and sum(not episode.open for episode in begun) == len(ended)
+    for who in ("judge", "writer"):
+        own = [episode for episode in episodes.all if episode.who == who]
+        raised = {step: of_step[who] for step, of_step in enumerate(steps, 1) if who in of_step}
+        assert sorted(raised) == sorted(step for episode in own for step in raised if episode.began <= step <= episode.last)
+        for earlier, later in zip(own, own[1:]):
+            assert later.began - earlier.last > QUIET and not earlier.open
+        for episode in own:
+            inside = {step: beyond for step, beyond in raised.items() if episode.began <= step <= episode.last}
+            assert episode.began in inside and episode.last in inside and episode.worst in inside
+            worst = float("inf") if None in inside.values() else max(inside.values())
+            assert (float("inf") if episode.beyond is None else episode.beyond) == worst
+            assert max(b - a for a, b in zip(sorted(inside), sorted(inside)[1:] + [episode.last + 1])) <= QUIET
+
+
+def test_a_long_alarm_is_one_line():
+    episodes = Episodes()
+    for step in range(1, 33):
+        episodes.add(step, [alarm(step, beyond=5.0 if step == 20 else 2.0)] if 12 <= step <= 30 else [])
+    assert [episode.text() for episode in episodes.all] == ["from step 12 on, worst in 20: entropy of writer is 5.0"]
+    episodes.add(35, [])
+    assert [episode.text() for episode in episodes.all] == ["steps 12 to 30, worst in 20: entropy of writer is 5.0"]
+
+
+@given(st.floats(1.06, 50.0))
+def test_how_far_a_value_is_beyond_its_limit(value):
+    (found,) = raised([value], "prob_ratio")[0]
+    assert found["beyond"] == pytest.approx(value / 1.05)
+    (found,) = raised([0.5] * WARM_UP + [0.05 / value], "entropy")[-1]
+    assert found["beyond"] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("config, named", [
+    ({"rollout": {"top_p": 0.5}}, "rollout.top_p = 0.5"),
+    ({"precision": {"mode": "fp32", "rollout": "bfloat16"}}, "precision.rollout = bfloat16"),
+    ({"precision": {"mode": "fp8_emulated", "rollout": "float32"}}, "precision.mode = fp8_emulated"),
+])
+def test_a_probability_ratio_names_what_may_explain_it(config, named):
+    line = {"step": 1, "skipped": {}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"prob_ratio": 2.0, "grad_norm_max": None}}}
+    norm, ratio = Watch(AGENTS_OF, likely_causes(config)).check(line)
+    assert f"; likely: {named}" in ratio["message"] and "likely" not in norm["message"]
+    assert not likely_causes({"rollout": {"top_p": 1.0}, "precision": {"mode": "bf16", "rollout": "bfloat16"}})

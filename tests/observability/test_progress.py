@@ -65,8 +65,8 @@ def test_the_last_lines_say_what_was_learnt_and_where_things_lie():
     }
     assert closing_lines(summary, {"report": "out/report.html"}) == [
         "team: finished after 4 of 4 steps",
-        "reward, sampled: -0.250 → 1.500 (+1.750) on 300 evaluation questions",
-        "success, sampled: 0.250 → 0.700 (+0.450) on 300 evaluation questions",
+        "reward, sampled: -0.250 → 1.500 (+1.750) on 300 held-out questions",
+        "success, sampled: 0.250 → 0.700 (+0.450) on 300 held-out questions",
         "report  out/report.html",
     ]
 

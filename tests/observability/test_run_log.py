@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_drmas.config.schema import HealthConfig
 from megatron_drmas.observability.history import HistoryError, read_json_lines
 from megatron_drmas.observability.records import SAMPLED
 from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
@@ -100,6 +101,7 @@ def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_sum
         assert summary["evaluation"][mode] == {
             "step": STEPS,
             "questions": 50,
+            "trained_on": 0,
             "samples": samples,
             "pass_questions": whole,
             "reward": {"before": -1.3, "after": -0.7},
@@ -236,18 +238,26 @@ def test_trajectories_of_steps_and_evaluations_are_kept_to_read(tmp_path, play):
     }
 
 
-def test_an_alarm_is_said_where_it_begins_and_logged_in_every_step(tmp_path, capsys):
-    """High in steps 2 to 4 and 6."""
-    with RunLog(tmp_path, CONFIG, "team", 0, 7) as log:
+def test_an_episode_is_said_at_its_beginning_and_its_end_and_logged_in_every_step(tmp_path, capsys):
+    """High in steps 2 to 4 and 6, then quiet; and again in 13."""
+    with RunLog(tmp_path, CONFIG, "team", 0, 14) as log:
         log.started()
-        for step in range(1, 8):
+        for step in range(1, 15):
             record = step_record(1)
             record.step = step
-            record.policies["writer"]["prob_ratio"] = 2.0 if step in (2, 3, 4, 6) else 1.0
+            record.policies["writer"]["prob_ratio"] = {2: 2.0, 3: 4.0, 4: 2.0, 6: 2.0, 13: 3.0}.get(step, 1.0)
             log.log_step(record)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-    assert [line.split(":")[1].strip() for line in said] == ["step 2", "step 6"]
-    assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"prob_ratio": 4}
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("warning:", "over:"))]
+    problem = "prob_ratio of policy writer (agents search, answer) is {}, over 1.05"
+    assert said == [
+        f"warning: step 2: {problem.format(2)}",
+        f"over: steps 2 to 6, worst in 3: {problem.format(4)}",
+        f"warning: step 13: {problem.format(3)}",
+    ]
+    assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"prob_ratio": 2}
+    assert (tmp_path / "report.html").read_text().count("over 1.05") == 2
+    assert [len(line["alarms"]) for line in results(tmp_path)] == [step in (2, 3, 4, 6, 13) for step in range(1, 15)]
+
 
 
 BROKEN = {  # what stands in the way -> what is said not to have been written
@@ -332,3 +342,59 @@ def test_a_log_that_is_abandoned_writes_no_more(tmp_path, play):
     log.abandon()
     log.finish("failed: RunLockLost")
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def health(masked=0, zero=0):
+    agents = {"search": [zero, 10]}
+    shares = {"masked": masked, "truncated": 0, "invalid": 0, "zero_advantage": zero, "found_nothing": 0, "rewarded": 0}
+    return {kind: {"team": [n, 10], "agents": agents if kind == "zero_advantage" else {}} for kind, n in shares.items()}
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, 5))
+def test_a_resumed_run_judges_its_health_as_an_undisturbed_one(tmp_path_factory, cut):
+    """Ill in step 2, then nothing to learn from step 4 on, with a patience of 3."""
+    folder = tmp_path_factory.mktemp("health")
+    config = HealthConfig(patience=3)
+    stops = {}
+
+    def play(first, resume_step):
+        log = RunLog(folder, CONFIG, "team", 0, 8, resume_step, health=config)
+        for step in range(first, 7):
+            record = step_record(1)
+            record.step, record.health = step, health(masked=3 if step == 2 else 0, zero=10 if step >= 4 else 0)
+            stops[step] = log.log_step(record)
+        return log
+
+    play(1, None).finish("interrupted")
+    log = play(cut + 1, cut or None)
+    assert [step for step, problem in stops.items() if problem] == [6]
+    assert log.healthy(since=2) is False and log.healthy(since=6)
+    log.log_refused(7, "step 7 is not trained on: too many", {"retrieval": 9}, [])
+    log.finish("failed: UnhealthyRun")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["alarms"] == {"masked": 1, "nothing_learnable": 1}
+    assert summary["health"]["masked"] == {"last": 0.0, "worst": 0.3, "worst_step": 2} and summary["step"] == 6
+    assert summary["refused"] == {"step": 7, "problem": "step 7 is not trained on: too many"} and summary["masked"] == {"retrieval": 9}
+    report = (folder / "report.html").read_text()
+    assert "step 7 is not trained on: too many" in report and report.count("nothing can be learned") == 1
+
+
+def test_a_step_that_was_refused_is_forgotten_when_the_run_goes_on(tmp_path, play, read_summary):
+    play(tmp_path, last=2).log_refused(3, "no", {"retrieval": 9}, [])
+    assert read_summary(tmp_path)["refused"]
+    play(tmp_path, first=3, resume_step=2).finish("finished")
+    assert read_summary(tmp_path)["refused"] is None and "retrieval" not in read_summary(tmp_path)["masked"]
+
+
+def test_a_restart_takes_no_time_from_the_phase_that_it_falls_into(tmp_path, play, read_summary):
+    log = play(tmp_path, last=1)
+    with log.phase("generate"):
+        log._clock.now += 3
+        log.log_restart("retrieval server", "it ended with code -9")
+        log._clock.now += 4
+    log.log_step(step_record(2))
+    log.finish("finished")
+    summary = read_summary(tmp_path)
+    assert summary["restarts"] == {"retrieval server": 1}
+    assert summary["seconds"]["generate"] == 2.0 + 7.0 and summary["seconds"]["other"] == 0.0

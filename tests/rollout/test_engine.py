@@ -1,6 +1,8 @@
 """A real engine on a tied Llama with Llama-3 RoPE scaling: what it samples, and how it takes new weights."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +19,17 @@ LONG = 80  # tokens; more than two blocks of the prefix cache
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return make_llama(str(tmp_path_factory.mktemp("llama")))
+    """A model whose files say nothing about stop tokens, and ask for a sampling that nobody wants."""
+    folder = make_llama(str(tmp_path_factory.mktemp("llama")), eos_token_id=None)
+    asked = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "repetition_penalty": 5.0, "max_new_tokens": 1}
+    (Path(folder) / "generation_config.json").write_text(json.dumps(asked))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=256, max_num_seqs=32, kv_cache_mib=64)
-    with EngineProcess(EngineSettings("solver", folder, size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
         yield engine
 
 

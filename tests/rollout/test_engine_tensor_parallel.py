@@ -20,7 +20,7 @@ def test_two_workers_hold_and_compute_what_was_sent(tmp_path, kv_heads):
         for parameter in model.parameters():
             parameter.mul_(1.1)
     size = EngineConfig(tensor=2, max_model_len=128, max_num_seqs=8, kv_cache_mib=32)
-    with EngineProcess(EngineSettings("solver", folder, size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
         sent = engine.update(model.state_dict().items(), version=1)
         compare(sent, engine.call("weight_digests"), "the engine")
         (sample,) = engine.generate([request(1, prompt(30))])

@@ -78,7 +78,7 @@ def make(monkeypatch):
     started = []
 
     def start(**settings) -> Engine:
-        engine = Engine(EngineSettings(**{"name": "solver", "model": "folder", **settings}))
+        engine = Engine(EngineSettings(**{"name": "solver", "model": "folder", "stop_ids": (), **settings}))
         engine.start()
         started.append(engine)
         return engine
@@ -236,7 +236,7 @@ def test_poll_waits_no_longer_than_asked(make):
 def test_an_engine_that_is_not_running_says_so(make):
     async def run():
         with pytest.raises(EngineError, match="never started"):
-            await Engine(EngineSettings("solver", "folder")).submit(requests(1))
+            await Engine(EngineSettings("solver", "folder", ())).submit(requests(1))
         engine = make()
         engine.shutdown()
         with pytest.raises(EngineError, match="shut down"):

@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=128, max_num_seqs=8, kv_cache_mib=32)
-    with EngineProcess(EngineSettings("verifier", folder, size, deterministic=True)) as engine:
+    with EngineProcess(EngineSettings("verifier", folder, (2,), size, deterministic=True)) as engine:
         yield engine
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import AgentConfig
-from megatron_drmas.team.parsing import last_boxed, parse_boxed, parse_tag, parse_tags, parse_text
+from megatron_drmas.team.parsing import PARSERS, last_boxed, parse_boxed, parse_tag, parse_tags, parse_text
+from megatron_drmas.team.team import Agent
 
 ANSWER = AgentConfig(policy="p", prompt="", tag="answer")
 VERDICT = AgentConfig(policy="p", prompt="", tag="verify", choices=["yes", "no"])
@@ -42,10 +43,44 @@ def test_any_content_survives_its_tags(content, around):
 
 @pytest.mark.parametrize("text, content", [
     (r"so \boxed{4}", "4"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{4", None), (r"\boxed{}", None), ("4", None),
+    (r"\boxed {5}", "5"), ("\\boxed\n{5}", "5"), (r"\boxed {a{b}c} }", "a{b}c"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."), (r"\boxed{\{1\}}", r"\{1\}"),
+    (r"\boxed{\text{a \} b}}", r"\text{a \} b}"), (r"\boxed{1} and \boxed{2", None), (r"\boxed{ }", None), (r"\boxed", None), (r"\boxed{\boxed{5}}", "5"),
+    (r"\fbox{5}", "5"), (r"\fbox{5} or \boxed{6}", "6"), (r"\boxed 5", "5"), (r"$\boxed 5$ apples", "5"), (r"\boxed\frac12", r"\frac12"), (r"\boxed{5}\\", "5"),
+    (r"\boxedx{5}", None), (r"boxed{5}", None), (r"\\boxed{5}", "5"), ("\\boxed{\\\\}", r"\\"),
 ])
 def test_boxed(text, content):
-    assert last_boxed(text) == content
-    assert (parse_boxed(text, ANSWER) is None) == (content is None)
+    assert last_boxed(text) == parse_boxed(text, ANSWER) == content
+
+
+@given(st.text(alphabet="ab{}\\ ", max_size=20), st.text(alphabet="ab \\{}", max_size=20))
+def test_a_balanced_content_is_returned_whole(before, content):
+    depth, escaped = 0, False
+    for char in content:
+        depth += 0 if escaped else (char == "{") - (char == "}")
+        escaped = char == "\\" and not escaped
+        if depth < 0:
+            break
+    if depth == 0 and not escaped:
+        assert last_boxed(f"{before}\\boxed{{{content}}} after") == (content.strip() or None)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("text, prompt_end, answered", [
+    ("{}", "", True), ("so {}", "<|assistant|>", True), ("<think> hm </think> {}", "", True), ("<think></think>{}", "", True), ("\n<think>a</think>\n{}", "", True),
+    ("<think> try {} but", "", False), ("<think> {} </think>", "", False), ("<think> a </think> <think> {}", "", False), ("{} <think> wait", "", False),
+    ("hm, {}", "<|assistant|><think>\n", False), ("hm </think> {}", "<|assistant|><think>\n", True), ("{}", "<think>\n\n</think>\n\n", True),
+    ("{}", "is <think> a tag?<|assistant|>", True), ("a </think> b </think> {}", "<think>", True), ("{} </think>", "<think>", False),
+])
+def test_no_parser_reads_reasoning(parser, text, prompt_end, answered):
+    agent = Agent("solver", AgentConfig(policy="p", prompt="", parser=parser, tag="answer"))
+    output = {"boxed": "\\boxed{5}", "text": "5"}.get(parser, "<answer>5</answer>")
+    content = agent.parse(text.replace("{}", output), prompt_end)
+    assert (content is not None and "5" in content) == answered
+
+
+def test_a_box_in_the_reasoning_is_not_the_answer():
+    agent = Agent("solver", AgentConfig(policy="p", prompt="", parser="boxed"))
+    assert agent.parse("<think>\\boxed{3}</think> \\boxed{5}") == "5" and agent.parse("<think>\\boxed{3}</think> five") is None
 
 
 def test_text_is_anything_that_is_not_blank():

@@ -12,8 +12,8 @@ from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.rollout.batch import TurnBatch
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import count_spikes, mean_and_error, read_run, summarise
+from tools.ablation.ungated import frozen_results
 from tools.ablation.variants import VARIANTS
-from tools.reproduce_ablation import frozen_results
 
 
 def write_metrics(path, norms, skipped=0):

@@ -96,9 +96,88 @@ def test_math_stops_at_the_first_approval():
     assert script.calls == ["solver", "verifier"] * 2 and outcome.answer == "s2" and outcome.info["approved"]
 
 
-def test_math_takes_the_last_solution_when_loops_run_out():
-    script, outcome = run("math", {"solver": ["s1", "s2"], "verifier": [None, "reject"]}, max_turns=2)
-    assert outcome.answer == "s2" and not outcome.info["approved"] and len(script.histories[-1]) == 1
+def test_math_takes_the_last_solution_when_loops_run_out_and_does_not_review_it():
+    script, outcome = run("math", {"solver": ["s1", "s2"], "verifier": [None]}, max_turns=2)
+    assert script.calls == ["solver", "verifier", "solver"]
+    assert outcome.answer == "s2" and outcome.info == {"loops": 2, "approved": False} and len(script.histories[-1]) == 1
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_a_call_is_made_only_if_what_it_says_can_change_the_outcome(name):
+    """Of every run over contents that a parser may return: some other content of the last call would have ended it otherwise."""
+    words = {"answers": ["x", "y", None], "picks": ["1", "2", None], "plans": ['["a"]', None], "queries": ["q"]}
+    of_agent = {"aggregator": "picks", "orchestrator": "plans", "search": "queries", "follow_up": "queries"}
+    said = {agent: [*WORKFLOWS[name].verdicts.get(agent, words[of_agent.get(agent, "answers")])] for agent in WORKFLOWS[name].agents}
+    ends = {}  # what was said, call by call -> the answer
+
+    def explore(contents):
+        """Every continuation of a run that began with these contents."""
+        script = Branch(contents, said, WORKFLOWS[name].agents)
+        workflow = WORKFLOWS[name](WorkflowConfig(name=name, max_turns=WORKFLOWS[name].min_turns + 1, width=2))
+        try:
+            outcome = asyncio.run(workflow.run(script, QUESTION))
+        except NextCall as call:
+            for content in said[call.agent]:
+                explore([*contents, content])
+        else:
+            ends[tuple(contents)] = (script.calls[-1], outcome.answer)
+
+    explore([])
+    for contents, (agent, _) in ends.items():
+        others = {answer for other, (_, answer) in ends.items() if other[:len(contents) - 1] == contents[:-1]}
+        assert len(others) > 1, f"{contents}: the last call, of {agent}, changes nothing"
+
+
+class NextCall(Exception):
+    def __init__(self, agent):
+        self.agent = agent
+
+
+class Branch:
+    """A context that plays contents in the order of the calls and stops at the first call beyond them."""
+
+    rewards_turns = False
+
+    def __init__(self, contents, said, declared):
+        self.contents, self.said, self.declared, self.calls = contents, said, declared, []
+
+    async def call(self, agent, **variables):
+        if len(self.calls) == len(self.contents):
+            raise NextCall(agent)
+        content = self.contents[len(self.calls)]
+        self.calls.append(agent)
+        return Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content)
+
+    async def together(self, calls):
+        calls = list(calls)
+        try:
+            return [await call for call in calls]
+        finally:
+            for call in calls:
+                call.close()
+
+    async def retrieve(self, query):
+        return [f"about {query}"]
+
+    def chance(self, name):
+        return 0.0
+
+    def supports(self, passages):
+        return True
+
+
+@pytest.mark.parametrize("name, lines, judged", [
+    ("math", {"solver": ["s1"], "verifier": ["approve"]}, [-1, 1]),
+    ("math", {"solver": ["s1", "s2"], "verifier": ["reject", "reject"]}, [-1, -1, -1]),
+    ("eval_opt", {"generator": ["s1", "s2"], "evaluator": ["incorrect", "correct"]}, [-1, -1, -1, 1]),
+    ("search", {"verifier": ["no", "yes"], "search": ["q"], "answer": ["x"]}, [-1, -1, 1, -1]),
+    ("search", {"verifier": ["no", None], "search": ["q"]}, [-1, -1, -1]),
+    ("voting", {"voter": ["x", "y"], "aggregator": ["2"]}, [-1, -1, -1]),
+])
+def test_the_return_judges_the_verdict_that_led_to_it_and_no_other(name, lines, judged):
+    """A pick of two candidates accepts nothing, and a rejected solution is not the one that is returned."""
+    script, _ = run(name, lines, max_turns=2, width=2)
+    assert [turn.verdict for turn in script.turns] == judged
 
 
 def test_eval_opt_answers_the_last_critique():
@@ -114,6 +193,11 @@ def test_voting_takes_the_picked_candidate_and_no_other(pick, answer):
     """The third candidate is malformed; there is no fourth."""
     script, outcome = run("voting", {"voter": ["y", "x", None], "aggregator": [pick]})
     assert script.calls == ["voter"] * 3 + ["aggregator"] and outcome.answer == answer
+
+
+def test_there_is_nothing_to_pick_among_malformed_candidates():
+    script, outcome = run("voting", {"voter": [None] * 3})
+    assert script.calls == ["voter"] * 3 and outcome.answer is None
 
 
 @pytest.mark.parametrize("strategies, workers", [(["a"], 1), (["a", "b", "c"], 3), (["a", "b", "c", "d"], 3)])
@@ -154,6 +238,11 @@ def test_what_a_call_earns_by_itself(name, lines, earned):
     assert [turn.reward for turn in script.turns[:len(earned)]] == earned
     script, _ = run(name, lines, max_turns=sum(map(len, lines.values())))
     assert not any(turn.reward for turn in script.turns)
+
+
+def test_a_solution_that_nobody_reviews_earns_its_grade():
+    script, _ = run("math", {"solver": ["z", "x"], "verifier": ["reject"]}, rewards_turns=True, max_turns=2)
+    assert [turn.reward for turn in script.turns] == [0, 1, 1]
 
 
 def test_a_name_is_registered_once():

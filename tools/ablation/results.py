@@ -21,6 +21,7 @@ class Run:
     grad_norms: dict[str, list[float]] = field(default_factory=dict)  # by policy; nan where no step was made
     nonfinite: int = 0  # optimizer steps skipped for a gradient that was not finite
     inflation: dict[str, list[float]] = field(default_factory=dict)  # lemma factor by agent
+    returns: dict[str, list[float]] = field(default_factory=dict)  # by agent, mean over its calls of their trajectories' return
     exact_match: Optional[float] = None  # sampled, after the last step
     pass_at_k: Optional[float] = None
     greedy: Optional[float] = None
@@ -43,6 +44,8 @@ def read_run(path: Path) -> Run:
             for agent, metrics in line["agents"].items():
                 if metrics.get("baseline_inflation") is not None:
                     run.inflation.setdefault(agent, []).append(metrics["baseline_inflation"])
+                if metrics.get("return_mean") is not None:
+                    run.returns.setdefault(agent, []).append(metrics["return_mean"])
         elif line["kind"] == "evaluation" and line["step"] > 0:
             if line["mode"] == "greedy":
                 run.greedy = line["success"]

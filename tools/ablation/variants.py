@@ -20,7 +20,7 @@ class Variant:
         return [f"algorithm.advantage.{key}={getattr(settings, key)}" for key in ("estimator", "mean", "std", "weighting")]
 
 
-# The paper does not say how its group baseline weighs calls, so both ways stand in the first rows.
+# The paper's group baseline, its equation (2), is of trajectories; the second row weighs every call instead.
 VARIANTS = {
     "group_trajectory": Variant(
         "μ, σ (by trajectory)", AdvantageConfig(mean="group", std="group", weighting="trajectory"), (28.0, 40.5)

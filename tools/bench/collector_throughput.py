@@ -24,6 +24,7 @@ from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.config.validate import validate
 from megatron_drmas.rollout.requests import EngineSettings, Request
+from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from tools.bench.rollout_throughput import ENVIRONMENT, child, vllm_alone
 
 TARGET = 0.5  # of vLLM alone
@@ -36,7 +37,8 @@ def start_alone(config: RunConfig) -> dict[str, Connection]:
     for name, policy in config.policies.items():
         pipes[name], end = spawn.Pipe()
         settings = EngineSettings(
-            name, policy.model, policy.engine, dtype=config.precision.rollout, seed=config.seed, threads=config.cluster.engine_threads,
+            name, policy.model, ChatTokenizer(policy.model, policy.template_options).stop_ids, policy.engine,
+            dtype=config.precision.rollout, seed=config.seed, threads=config.cluster.engine_threads,
         )
         spawn.Process(target=child, args=(end, vllm_alone, settings), daemon=True).start()
         end.close()  # or a child that died would be waited for

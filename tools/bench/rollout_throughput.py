@@ -21,7 +21,9 @@ from typing import Callable
 
 from megatron_drmas.config.schema import EngineConfig
 from megatron_drmas.rollout.requests import EngineSettings, Request
+from megatron_drmas.rollout.tokenizer import ChatTokenizer
 
+END = 2  # ends a response of the random model
 TARGET = 0.5  # of vLLM alone
 GROUP = 8  # requests that share a prompt
 ENVIRONMENT = {
@@ -47,7 +49,7 @@ def make_model(folder: str) -> str:
 
     config = LlamaConfig(
         vocab_size=235, hidden_size=192, intermediate_size=512, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-        max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None, eos_token_id=END, pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -61,9 +63,9 @@ def vllm_alone(settings: EngineSettings) -> Callable[[list[Request]], dict]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     import megatron_drmas.weight_sync.extension  # noqa: F401
-    from megatron_drmas.rollout.vllm_settings import engine_args, stop_token_ids
+    from megatron_drmas.rollout.vllm_settings import engine_args
 
-    llm, stop = LLMEngine.from_engine_args(engine_args(settings)), stop_token_ids(settings.model)
+    llm = LLMEngine.from_engine_args(engine_args(settings))
 
     def run(requests: list[Request]) -> dict:
         llm.reset_prefix_cache()
@@ -71,7 +73,7 @@ def vllm_alone(settings: EngineSettings) -> Callable[[list[Request]], dict]:
         for request in requests:
             params = SamplingParams(
                 temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens,
-                logprobs=0, flat_logprobs=True, stop_token_ids=stop, detokenize=False,
+                logprobs=0, flat_logprobs=True, stop_token_ids=list(settings.stop_ids), detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             llm.add_request(str(request.key), tokens_input(request.prompt_ids), params)
@@ -141,7 +143,8 @@ def main() -> None:
         model = args.model or make_model(folder)
         with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
             requests = make_requests(args.requests, json.load(file)["vocab_size"])
-        settings = EngineSettings("bench", model, EngineConfig(max_model_len=1024, max_num_seqs=128), dtype=args.dtype)
+        stop_ids = ChatTokenizer(model, {}).stop_ids if args.model else [END]
+        settings = EngineSettings("bench", model, stop_ids, EngineConfig(max_model_len=1024, max_num_seqs=128), dtype=args.dtype)
         ok = measure(settings, requests, args.rounds)
     sys.exit(not ok)
 
