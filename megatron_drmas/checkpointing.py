@@ -21,11 +21,23 @@ from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.records import CHECKPOINT
 from megatron_drmas.observability.run_log import RunLog
 
-# What may differ between the run that saved a checkpoint and the run that continues from it.
-FREE = ("steps", "resume", "output_dir", "checkpoint.", "evaluation.", "cluster.", "rollout.timeout_s", "rollout.max_in_flight", "environment.retrieval.url",
-        "environment.retrieval.timeout_s", "environment.retrieval.concurrency", "environment.retrieval.restarts", "environment.grader.",
-        "health.")
-FREE_OF_POLICY = ("parallel.", "engine.", "micro_batch_tokens")
+# What may change when a run goes on from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
+# where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
+# what it is.  An entry that ends with a dot is a whole section.
+MAY_CHANGE = (
+    "steps", "name", "output_dir", "checkpoint.", "evaluation.", "logging.", "health.", "cluster.", "environment.grader.",
+    "environment.retrieval.url", "environment.retrieval.timeout_s", "environment.retrieval.concurrency",
+    "environment.retrieval.restarts", "rollout.timeout_s", "rollout.max_in_flight",
+)
+OF_A_POLICY = (
+    "parallel.", "engine.", "micro_batch_tokens", "recompute", "optimizer.lr", "optimizer.min_lr", "optimizer.decay",
+    "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.beta1", "optimizer.beta2", "optimizer.eps",
+    "optimizer.weight_decay", "optimizer.grad_clip",
+)
+NO_SETTING = ("resume", "variables.")  # of no effect on a run but through other keys
+
+# key -> (value of the run that saved, value now)
+Changes = dict[str, tuple[Any, Any]]
 
 
 class Checkpoints:
@@ -43,6 +55,11 @@ class Checkpoints:
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
+
+    def discard_partial(self) -> None:
+        """Remove what a save that did not come to its end has left."""
+        for partial in self._folder.glob(".partial_*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
     def resumable(self) -> list[Path]:
         """Complete checkpoints from which the run may go on, oldest first: not those newer than the newest healthy one, if
@@ -102,33 +119,44 @@ class Checkpoints:
     def _newest_healthy(found: list[Path]) -> Optional[Path]:
         return next((folder for folder in reversed(found) if _is_healthy(folder)), None)
 
-    def latest(self, config: dict[str, Any]) -> Optional[tuple[Path, dict[str, Any]]]:
-        """The newest of the `resumable` checkpoints and its state; None if there is none.
+    def latest(self, config: dict[str, Any]) -> Optional[tuple[Path, dict[str, Any], Changes]]:
+        """The newest of the `resumable` checkpoints, its state, and what the configuration changes; None if there is none.
 
         Args:
             config: of the run that wants to continue.
 
         Raises:
-            ConfigError: the checkpoint belongs to a run that was configured differently.
+            ConfigError: the checkpoint belongs to a run that was configured differently in what may not change, or that has
+                done more steps.
         """
         found = self.resumable()
         if not found:
             return None
         try:
             state = json.loads((found[-1] / "state.json").read_text())
-            theirs, _ = _flat(state["config"]), state["step"]
+            theirs, step = state["config"], state["step"]
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 "resume", "auto", f"{found[-1] / 'state.json'} is damaged", "remove that folder to go on from the one before, or use resume=never"
             ) from error
-        ours = _flat(json.loads(json.dumps(config)))
-        for key in sorted(theirs.keys() | ours.keys()):
-            if theirs.get(key) != ours.get(key) and not _may_differ(key):
+        changes = changed(theirs, config)
+        for key, (old, new) in changes.items():
+            if not _may_change(key):
                 raise ConfigError(
-                    key, ours.get(key), f"the checkpoint {found[-1]} was made with {theirs.get(key)!r}",
-                    "choose another name=…, or resume=never to start this run again",
+                    key, new, f"the checkpoint {found[-1]} was made with {old!r}, and this may not change within a run",
+                    "restore it, choose another name=…, or use resume=never to start this run again",
                 )
-        return found[-1], state
+        if config.get("steps", step) < step:
+            problem = f"the checkpoint {found[-1]} has {step} already"
+            raise ConfigError("steps", config["steps"], problem, f"use {step} or more, or resume=never")
+        return found[-1], state, changes
+
+
+def changed(old: dict[str, Any], new: dict[str, Any]) -> Changes:
+    """The settings, by dotted key, in which two configurations differ; None stands for a key that one of them lacks."""
+    ours, theirs = _flat(json.loads(json.dumps(new))), _flat(old)
+    keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    return {key: (theirs.get(key), ours.get(key)) for key in keys if not key.startswith(NO_SETTING)}
 
 
 class Saver:
@@ -167,7 +195,9 @@ class Saver:
         self._done, self._cursor = step, self._sampler.state_dict()
 
     async def save(self) -> None:
-        """Write a checkpoint of the last whole step."""
+        """Write a checkpoint of the last whole step, unless there is one."""
+        if self._done == self._saved:
+            return
         state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._saved), "config": self._config}
         with self._log.phase(CHECKPOINT):
             await self._checkpoints.save(self._done, state, self._write)
@@ -179,7 +209,7 @@ class Saver:
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
         if not isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
             return
-        if self._done is not None and self._done > self._saved:
+        if self._done is not None:
             await self.save()
         if isinstance(error, UnhealthyRun):
             folder = self._checkpoints.stop_unhealthy()
@@ -200,7 +230,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, node in config.items() for key, value in _flat(node, f"{prefix}{name}.").items()}
 
 
-def _may_differ(key: str) -> bool:
-    if key.startswith("policies."):
-        return key.split(".", 2)[-1].startswith(FREE_OF_POLICY)
-    return key.startswith(FREE)
+def _may_change(key: str) -> bool:
+    allowed = OF_A_POLICY if key.startswith("policies.") else MAY_CHANGE
+    name = key.split(".", 2)[-1] if key.startswith("policies.") else key
+    return any(name.startswith(entry) if entry.endswith(".") else name == entry for entry in allowed)

@@ -22,6 +22,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, PrecisionConfig
 from megatron_drmas.data.dialogues import Dialogue, load_dialogues
 from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.run_lock import RunLock
 
 
 @dataclass
@@ -106,12 +107,16 @@ def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metric
         The Hugging Face folder with the fine-tuned policy.
 
     Raises:
-        ConfigError: an unreadable data file, or an example longer than the model.
+        ConfigError: an unreadable data file, an example longer than the model, or another process has the run's folder.
         RuntimeError: a rank failed, or a gradient was not finite.
     """
+    with RunLock(Path(config.output_dir) / config.name):
+        return _finetune(config, progress)
+
+
+def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
     examples = tokenise(load_dialogues(config.data, "data"), config)
     run_dir = Path(config.output_dir) / config.name
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     world_size, port = config.policy.parallel.world_size, _free_port()
     if world_size == 1:
@@ -258,10 +263,14 @@ def main() -> int:
         print(f"fine-tuned policy: {folder}")
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    return run_command(
-        "python -m megatron_drmas.sft", command, validate, lambda config: tokenise(load_dialogues(config.data, "data"), config),
-        name="sft", schema=SftConfig, recipes=SFT_DIR,
-    )
+    try:
+        return run_command(
+            "python -m megatron_drmas.sft", command, validate, lambda config: tokenise(load_dialogues(config.data, "data"), config),
+            name="sft", schema=SftConfig, recipes=SFT_DIR,
+        )
+    except KeyboardInterrupt:
+        print("sft: stopped by SIGINT; nothing is kept of it", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -10,13 +10,51 @@ brings the engines to the new weights.
 import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Callable
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.run_lock import RunLock, RunLockLost
+
+if TYPE_CHECKING:
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.cluster.signals import StopRequest
 
 
-async def train(config: RunConfig) -> None:
+async def run(config: RunConfig) -> None:
+    """`train`, alone in the run's folder, and until a signal asks it to stop.
+
+    Raises:
+        SystemExit: it was asked to stop; says what it can go on from.
+        ConfigError: another process has the folder; or as `train`.
+        RunLockLost: another process took the folder.
+    """
+    from megatron_drmas.checkpointing import Checkpoints
+    from megatron_drmas.cluster.signals import StopRequest
+
+    run_dir = Path(config.output_dir) / config.name
+    with RunLock(run_dir) as lock:
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.discard_partial()
+        stop = StopRequest()
+        try:
+            await train(config, checkpoints, stop, lock.confirm)
+        except asyncio.CancelledError:
+            if not stop.aborted:
+                raise
+            checkpoints.discard_partial()
+            saved = checkpoints.resumable()
+            rest = f"the same command continues from {saved[-1]}" if saved else "nothing was saved yet"
+            sys.exit(f"stopped at once by {stop.requested}; {rest}")
+
+
+async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[Callable[[], None]], None]) -> None:
     """Run a validated configuration to its end, or on from its last checkpoint.
+
+    Args:
+        checkpoints: of the run's folder.
+        stop: ends the run after a step, or cancels it.
+        confirm: called before anything of a step is written; where that must not be, calls its argument and raises.
 
     Raises:
         ConfigError: the run folder's checkpoint belongs to a run that was configured differently.
@@ -25,18 +63,18 @@ async def train(config: RunConfig) -> None:
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
     from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
-    from megatron_drmas.checkpointing import Checkpoints, Saver
+    from megatron_drmas.checkpointing import Saver
     from megatron_drmas.cluster.cluster import Cluster
-    from megatron_drmas.cluster.signals import StopRequest
     from megatron_drmas.config.load import to_dict
     from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.data.sampler import QuestionSampler
+    from megatron_drmas.evaluate import evaluate_team
     from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
     from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
-    from megatron_drmas.observability.step_record import step_record, trajectory_records
+    from megatron_drmas.step_record import merge_stages, step_record, trajectory_records
 
     sets = load_question_sets(config.data)
     questions = sets.train
@@ -49,9 +87,8 @@ async def train(config: RunConfig) -> None:
         stages = [({name}, sampling.at(name)) for name in agents if name in learning]
 
     run_dir = Path(config.output_dir) / config.name
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
-    folder, state = resumed if resumed else (None, {"step": 0})
+    folder, state, changes = resumed if resumed else (None, {"step": 0}, {})
     done = state["step"]
 
     finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
@@ -63,7 +100,6 @@ async def train(config: RunConfig) -> None:
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
         if resumed and folder != checkpoints.complete()[-1]:
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
-        stop = StopRequest()
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
             Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
@@ -76,11 +112,14 @@ async def train(config: RunConfig) -> None:
                 await cluster.sync_weights(done * len(stages), verify=True)
             checkpoints.clear(after=done)  # only now: the run has come as far as starting
             log.started()
+            tokenizers = cluster.collector.tokenizers
+            log.log_changes(changes)
             saver.updated(done)
             await evaluate_team(cluster, log, sets.evaluation, done)
+            stop.polite(log.note)
 
             for step in range(done + 1, config.steps + 1):
-                metrics, tokens_before = {}, cluster.generated_tokens
+                metrics, tokens_before, sampled = {}, cluster.generated_tokens, []
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
@@ -90,53 +129,41 @@ async def train(config: RunConfig) -> None:
                         )
                     problem = refusal(trajectories, config.health, f"step {step} is not trained on")
                     if problem:
-                        log.log_refused(step, problem, count_causes(trajectories), trajectory_records(trajectories))
+                        confirm(log.abandon)
+                        refused = trajectory_records(trajectories, config, tokenizers, refused=True)
+                        log.log_refused(step, problem, count_causes(trajectories), refused)
                         raise UnhealthyRun(problem)
                     with log.phase("advantages"):
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
+                        sampled.append((trajectories, batch))
                     with log.phase("update"):
                         saver.updating()
                         metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
                     with log.phase("weight_sync"):
                         await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
+                confirm(log.abandon)
+                trajectories, batch = merge_stages(sampled)
                 problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
-                log.log_trajectories(step, trajectory_records(trajectories))
+                with log.contained("trajectories"):
+                    log.log_trajectories(step, trajectory_records(trajectories, config, tokenizers, batch))
                 saver.updated(step)
                 last = step == config.steps
-                if last or stop.requested or config.checkpoint.every and step % config.checkpoint.every == 0:
+                if last or config.checkpoint.every and step % config.checkpoint.every == 0:
                     await saver.save()
-                if stop.requested:
-                    sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
                 if problem and not last:
                     raise UnhealthyRun(problem)
-                await evaluate_team(cluster, log, sets.evaluation, step)
+                if not stop.requested:
+                    await stop.unless_requested(evaluate_team(cluster, log, sets.evaluation, step))
+                if stop.requested:
+                    await saver.save()
+                    sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
+            stop.polite(None)
 
             if config.checkpoint.export:
                 with log.phase("export"):
                     await cluster.export(run_dir / "hf")
-
-
-async def evaluate_team(cluster, log, questions: list, step: int) -> None:
-    """Evaluate on the questions in every mode that is due after `step` steps and not in the log, and log it."""
-    from megatron_drmas.evaluate import evaluate, evaluation_modes
-    from megatron_drmas.observability.health import UnhealthyRun, refusal
-    from megatron_drmas.observability.step_record import trajectory_records
-
-    config: RunConfig = cluster.config
-    settings, last = config.evaluation, step == config.steps
-    if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
-        return
-    for mode, samples, sampling in evaluation_modes(settings):
-        if log.evaluated(step, mode):
-            continue
-        with log.phase(f"evaluate ({mode})"):
-            record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
-        problem = refusal(trajectories, config.health, f"the {mode} evaluation after {step} steps does not count")
-        if problem:
-            raise UnhealthyRun(problem)
-        log.log_evaluation(record, trajectory_records(trajectories))
 
 
 def learning_agents(config: RunConfig) -> set[str]:
@@ -173,13 +200,18 @@ def main() -> int:
     def command(config: RunConfig) -> None:
         from megatron_drmas.cluster.cluster import FAILURES
         from megatron_drmas.observability.health import UnhealthyRun
+        from megatron_drmas.observability.history import HistoryError
 
         try:
-            asyncio.run(train(config))
-        except (UnhealthyRun, *FAILURES) as failure:
+            asyncio.run(run(config))
+        except (UnhealthyRun, RunLockLost, HistoryError, *FAILURES) as failure:
             sys.exit(f"train: {failure}")
 
-    return run_command("python -m megatron_drmas.train", command, validate, check)
+    try:
+        return run_command("python -m megatron_drmas.train", command, validate, check)
+    except KeyboardInterrupt:
+        print("train: stopped by SIGINT before it had begun", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

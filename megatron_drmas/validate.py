@@ -80,6 +80,9 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     check_name(config.name)
     if config.seed >= 2**31:
         raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
+    for key in ("logging.trajectories_per_step", "logging.trajectories_per_evaluation"):
+        if _get(config, key) is not None:
+            _at_least(key, _get(config, key), 0)
     check_data(config.data)
     for key in ("rollout.top_p", "evaluation.top_p"):
         if not 0 < _get(config, key) <= 1:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_drmas.checkpointing import Checkpoints, Saver
+from megatron_drmas.checkpointing import MAY_CHANGE, OF_A_POLICY, Checkpoints, Saver
 from megatron_drmas.cluster.process import ProcessFailure, ServiceFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config, to_dict
@@ -34,8 +34,8 @@ def checkpoints(tmp_path):
 def test_the_newest_complete_one_is_found_and_old_ones_go(checkpoints):
     for step in (1, 2, 10):
         save(checkpoints, step, {"seed": 0})
-    folder, state = checkpoints.latest({"seed": 0})
-    assert state["step"] == 10 and (folder / "weights").read_text() == "10"
+    folder, state, changes = checkpoints.latest({"seed": 0})
+    assert changes == {} and state["step"] == 10 and (folder / "weights").read_text() == "10"
     assert [path.name for path in checkpoints.complete()] == ["step_000002", "step_000010"]
 
 
@@ -58,19 +58,86 @@ def test_no_checkpoint_is_no_error(checkpoints):
     assert checkpoints.latest({}) is None
 
 
-@pytest.mark.parametrize("override, free", [
-    ("seed=1", False), ("algorithm.advantage.mean=group", False), ("policies.qwen2.optimizer.lr=1", False), ("rollout.temperature=1", False),
-    ("steps=99", True), ("policies.qwen2.parallel.tensor=1", True), ("cluster.sync_timeout_s=1", True), ("evaluation.every=3", True),
-])
-def test_another_configuration_is_refused_by_its_key(checkpoints, override, free):
-    saved = json.loads(json.dumps(to_dict(compose_config("search_hetero", []))))
-    save(checkpoints, 1, saved)
-    wanted = to_dict(compose_config("search_hetero", [override]))
-    if free:
-        assert checkpoints.latest(wanted)[1]["step"] == 1
-    else:
-        with pytest.raises(ConfigError, match=override.split("=")[0]):
-            checkpoints.latest(wanted)
+POLICY = "policies.qwen2."
+ALLOWED = {  # override -> (old, new)
+    "steps=99": (32, 99), "output_dir=/elsewhere": ("outputs", "/elsewhere"), "name=copy": ("search_hetero", "copy"), "evaluation.every=3": (0, 3),
+    "checkpoint.keep=9": (2, 9), "cluster.sync_timeout_s=1": (120.0, 1.0), "cluster.actor_threads=2": (1, 2), "rollout.max_in_flight=7": (1024, 7),
+    "environment.grader.timeout_s=1": (10.0, 1.0), "logging.trajectories_per_step=3": (8, 3),
+    POLICY + "parallel.tensor=1": (2, 1), POLICY + "engine.max_num_seqs=1": (128, 1), POLICY + "recompute=true": (False, True),
+    POLICY + "optimizer.lr=0.1": (5e-4, 0.1), POLICY + "optimizer.decay=linear": ("constant", "linear"), POLICY + "optimizer.eps=1e-5": (1e-8, 1e-5),
+    POLICY + "optimizer.warmup_steps=1": (0, 1), POLICY + "optimizer.weight_decay=1": (0.0, 1.0), POLICY + "optimizer.grad_clip=2": (1.0, 2.0),
+}
+REFUSED = (
+    "seed=1", "questions_per_step=3", "group_size=2", "deterministic=true", "algorithm.advantage.mean=group", "algorithm.updates_per_batch=2",
+    "rollout.temperature=1", "rollout.max_response_tokens=9", "data.train=other.jsonl", "data.shuffle=false", "precision.mode=bf16",
+    "environment.retrieval.topk=1", "team.workflow.max_turns=1", "team.agents.search.prompt=x", POLICY + "model=other",
+    POLICY + "trainable=false", POLICY + "optimizer.distributed=false", "+" + POLICY + "template_options.enable_thinking=false",
+)
+
+
+@pytest.fixture(scope="module")
+def configured():
+    return lambda *overrides: json.loads(json.dumps(to_dict(compose_config("search_hetero", list(overrides)))))
+
+
+@pytest.mark.parametrize("override", ALLOWED)
+def test_what_may_change_is_told_with_both_values(checkpoints, configured, override):
+    save(checkpoints, 1, configured())
+    _, state, changes = checkpoints.latest(configured(override))
+    assert state["step"] == 1 and changes == {override.split("=")[0]: ALLOWED[override]}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, configured, override):
+    save(checkpoints, 1, configured())
+    with pytest.raises(ConfigError) as caught:
+        checkpoints.latest(configured(override))
+    key, new = override.lstrip("+").split("=")
+    assert key in str(caught.value) and "was made with" in str(caught.value) and "resume=never" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_key_that_may_change_exists(configured):
+    """A misspelled entry would refuse for ever what it names."""
+    config = configured()
+    policy = config["policies"]["qwen2"]
+    for allowed, where in ((MAY_CHANGE, config), (OF_A_POLICY, policy)):
+        for entry in allowed:
+            node = where
+            for part in entry.rstrip(".").split("."):
+                node = node[part]
+
+
+def test_a_policy_named_like_a_section_is_still_a_policy(checkpoints):
+    old = {"policies": {"steps": {"model": "a", "optimizer": {"lr": 1.0}}}}
+    save(checkpoints, 1, old)
+    assert checkpoints.latest({"policies": {"steps": {"model": "a", "optimizer": {"lr": 2.0}}}})[2] == {"policies.steps.optimizer.lr": (1.0, 2.0)}
+    with pytest.raises(ConfigError, match="policies.steps.model"):
+        checkpoints.latest({"policies": {"steps": {"model": "b", "optimizer": {"lr": 1.0}}}})
+
+
+def test_a_prefix_of_an_allowed_key_allows_nothing(checkpoints):
+    save(checkpoints, 1, {"steps_of_something": 1, "name2": "a"})
+    with pytest.raises(ConfigError, match="steps_of_something"):
+        checkpoints.latest({"steps_of_something": 2, "name2": "a"})
+
+
+def test_values_that_a_recipe_interpolates_are_no_settings_of_their_own(checkpoints):
+    save(checkpoints, 1, {"variables": {"data": "/a"}, "resume": "never"})
+    assert checkpoints.latest({"variables": {"data": "/b", "more": 1}, "resume": "auto"})[2] == {}
+
+
+def test_fewer_steps_than_were_done_are_refused(checkpoints):
+    save(checkpoints, 10, {"steps": 32})
+    with pytest.raises(ConfigError, match="steps = 8: .* has 10 already"):
+        checkpoints.latest({"steps": 8})
+    assert checkpoints.latest({"steps": 10})[2] == {"steps": (32, 10)}
+
+
+def test_what_a_killed_save_left_is_discarded(checkpoints, tmp_path):
+    save(checkpoints, 1, {})
+    (tmp_path / "checkpoints" / ".partial_step_000002" / "qwen2").mkdir(parents=True)
+    checkpoints.discard_partial()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

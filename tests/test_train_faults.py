@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from megatron_drmas.config.load import compose_config
+from megatron_drmas.data.question_sets import load_question_sets
+from megatron_drmas.evaluate import evaluate_team
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.team.trajectory import Trajectory
-from megatron_drmas.train import evaluate_team
 
 SMALL = (
     "steps=3", "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=2",
@@ -113,9 +114,14 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
             failures = ["retrieval"] * failed + [None] * (20 - failed)
             return [Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)]
 
-    log = SimpleNamespace(evaluated=lambda *_: False, phase=lambda _: contextlib.nullcontext(), log_evaluation=lambda *found: logged.append(found))
+        tokenizers = {}
+
+    log = SimpleNamespace(
+        evaluated=lambda *_: False, phase=lambda _: contextlib.nullcontext(), contained=lambda _: contextlib.nullcontext(),
+        log_evaluation=lambda *found: logged.append(found),
+    )
     logged = []
-    work = evaluate_team(SimpleNamespace(config=config, collector=Collector()), log, 0)
+    work = evaluate_team(SimpleNamespace(config=config, collector=Collector()), log, load_question_sets(config.data).evaluation, 0)
     if counts:
         asyncio.run(work)
         assert logged[0][0].trajectories == 20 and logged[0][0].masked == {"retrieval": failed}

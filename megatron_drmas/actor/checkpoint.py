@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_drmas.actor.optimizer import separate_steps
+from megatron_drmas.actor.optimizer import configure_again, separate_steps
 from megatron_drmas.config.schema import ParallelConfig
 
 
@@ -63,7 +63,8 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, and return its `trust_region_betas`; collective.
 
     In the layout that saved it training continues bit for bit.  Another layout gets the same model, optimizer and
-    schedule, and keeps its own random states, which belong to ranks.
+    schedule, and keeps its own random states, which belong to ranks.  The settings of optimizer and schedule are those of
+    the configuration; the checkpoint brings moments and the count of steps.
 
     Raises:
         FileNotFoundError: `path` holds no complete checkpoint.
@@ -79,6 +80,7 @@ def load_checkpoint(
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     separate_steps(optimizer)
+    configure_again(optimizer)
     schedule.num_steps = 0  # its load adds the saved count to its own
     schedule.load_state_dict(state["schedule"])
     if same_layout:
@@ -125,5 +127,5 @@ def _set_random_states(states: dict) -> None:
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -45,6 +45,15 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
             state["step"] = state["step"].clone()
 
 
+def configure_again(optimizer: MegatronOptimizer) -> None:
+    """Give the parameter groups the configured settings: a checkpoint brings those of the run that saved it, and Megatron's
+    schedule takes the bounds of the learning rate from the groups.  Rate and weight decay of a step are the schedule's."""
+    config = optimizer.config
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
+        group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
+
+
 def build_schedule(optimizer: MegatronOptimizer, settings: ActorSettings) -> OptimizerParamScheduler:
     """Linear warmup, then the configured decay, counted in optimizer steps.
 

@@ -51,6 +51,7 @@ class RetrievalService:
             return subprocess.Popen(
                 [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *self._arguments],
                 stdout=subprocess.PIPE, stderr=errors, preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl-C in the terminal is the run's to handle
             )
 
     async def ready(self) -> str:

@@ -201,6 +201,15 @@ class CheckpointConfig:
 
 
 @dataclass
+class LoggingConfig:
+    """What is kept of the team's trajectories, as `observability.records.TrajectoryRecord`s."""
+
+    trajectories_per_step: Optional[int] = 8  # spread over the questions, one of each failure first; null: all; 0: none
+    trajectories_per_evaluation: Optional[int] = 1000  # in each mode; null: all; 0: none
+    token_ids: bool = False  # also token ids and the log-probability of every response token
+
+
+@dataclass
 class ShareConfig:
     """Shares, above 0 and up to 1, at which the run warns and at which it stops; null: never."""
 
@@ -256,6 +265,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     variables: dict[str, Any] = field(default_factory=dict)  # values that a recipe's own YAML interpolates

@@ -51,12 +51,22 @@ class Environment:
         raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
-        """The return of a trajectory.
+        """The return of a trajectory: any finite number.  One that is not finite masks the trajectory (cause `reward`).
 
         Raises:
             TrajectoryFailure: the outcome could not be graded for a reason outside the team.
         """
         raise TypeError(f"{type(self).__name__} does not define reward")
+
+    def success(self, question: Question, outcome: Outcome, reward: float) -> bool:
+        """Whether a trajectory counts as a success, in evaluations and in everything logged: here, a positive return.
+
+        An environment that also pays for what is no success (a form, a part of the way) says here what is one.
+
+        Args:
+            reward: what `reward` returned for this outcome.
+        """
+        return reward > 0
 
 
 ENVIRONMENTS: dict[str, type[Environment]] = {}

@@ -1,8 +1,8 @@
 """metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
 
 Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far).  Results
-("step", "evaluation", and a step that was "refused") are undone when the run goes back to an earlier checkpoint, and so is its "end"; events
-("start", "restart") have happened and stay.
+("step", "evaluation", and a step that was "refused") are undone when the run goes back to an earlier checkpoint, and so is
+its "end"; events ("start", "restart", "change") have happened and stay.
 """
 
 import json
@@ -10,7 +10,11 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
-EVENTS, RESULTS = ("start", "restart"), ("step", "evaluation", "refused")
+EVENTS, RESULTS = ("start", "restart", "change"), ("step", "evaluation", "refused")
+
+
+class HistoryError(ValueError):
+    """A metrics.jsonl that cannot be read; the message names file and line."""
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -38,20 +42,19 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a file; a last line without its end, being written or cut off by a crash, is left out.
 
     Raises:
-        ValueError: a complete line that is not a JSON object; names file and line.
+        HistoryError: a complete line that is not a JSON object; names file and line.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, text in enumerate(file, 1):
-            if not text.endswith("\n"):
+            if not text.endswith(b"\n"):
                 return
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: {error}; remove the line or restore the file") from error
+            except ValueError as error:
+                raise HistoryError(f"{path}:{number}: {error}; remove the line or restore the file") from error
             if not isinstance(line, dict):
-                raise ValueError(
-                    f"{path}:{number}: {text.strip()[:80]} is not a JSON object; remove the line or restore the file"
-                )
+                shown = text.decode(errors="replace").strip()[:80]
+                raise HistoryError(f"{path}:{number}: {shown} is not a JSON object; remove the line or restore the file")
             yield line
 
 

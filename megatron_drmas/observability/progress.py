@@ -10,6 +10,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from megatron_drmas.observability.charts import short
 from megatron_drmas.observability.health import in_short
 from megatron_drmas.observability.records import name_questions
 
@@ -20,7 +21,7 @@ STEPS_FOR_ETA = 10
 class Progress:
     """The progress of one run.
 
-    On a terminal: one live line (what is going on; steps done, reward, what is unhealthy, exact match, time left) and a printed line for
+    On a terminal: one live line (what is going on; steps done, reward, success, what is unhealthy, time left) and a printed line for
     what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
@@ -71,11 +72,11 @@ class Progress:
         """
         done = line["step"]
         self._step_seconds.append(step_seconds)
-        self._news["reward"] = "reward –" if line["reward"] is None else f"reward {line['reward']:.3f}"
+        self._news["reward"] = figures(line)
         self._news["health"] = in_short(line.get("alarms", ()))
         left = (self._steps - done) * sum(self._step_seconds) / len(self._step_seconds)
         self._news["left"] = f"{step_seconds:.1f} s/step · {duration(left)} left"
-        order = ("reward", "health", "match", "left")
+        order = ("reward", "health", "evaluation", "left")
         news = " · ".join(self._news[key] for key in order if self._news.get(key))
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
         if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
@@ -83,11 +84,12 @@ class Progress:
 
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
-        self._news["match"] = f"exact match {line['exact_match']:.3f} {line['mode']} after {line['step']}"
-        self.note(
-            f"after {line['step']} steps: exact match {line['exact_match']:.3f} {line['mode']} on "
-            f"{name_questions(line['questions'], line.get('trained_on'))}"
-        )
+        self._news["evaluation"] = f"evaluated after {line['step']}: {figures(line)} {line['mode']}"
+        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on {name_questions(line['questions'], line.get('trained_on'))}"
+        if line["masked"]:
+            lost = ", ".join(f"{count} {cause}" for cause, count in line["masked"].items())
+            text += f"; trajectories that could not be run to their end: {sum(line['masked'].values())} ({lost})"
+        self.note(text)
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
@@ -107,6 +109,18 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def figures(values: dict[str, Any]) -> str:
+    """Reward and success in a few words."""
+    return f"reward {decimals(values['reward'])}, success {decimals(values['success'])}"
+
+
+def decimals(value: Optional[float]) -> str:
+    """A reward, or a share, to three decimals where that says something; "–" for none."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value == 0 or 5e-4 <= abs(value) < 1e5 else short(value)
+
+
 def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
     """What a finished run says last: what was learnt, and where things lie.
 
@@ -114,12 +128,12 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
         summary: as in summary.json.
         places: what -> path.
     """
-    match = summary["exact_match"]
     lines = [f"{summary['name']}: {summary['status']} after {summary['step']} of {summary['steps']} steps"]
-    for mode in ("sampled", "greedy"):
-        before, after = match[mode]["before"], match[mode]["after"]
-        if before is not None and after is not None:
-            change = f"{before:.3f} → {after:.3f} ({after - before:+.3f})"
-            lines.append(f"exact match, {mode}: {change} on {name_questions(match['questions'], match.get('trained_on'))}")
+    for mode, found in summary.get("evaluation", {}).items():
+        for figure in ("reward", "success") if found else ():
+            before, after = found[figure]["before"], found[figure]["after"]
+            if before is not None and after is not None:
+                change = f"{decimals(before)} → {decimals(after)} ({'+' if after >= before else ''}{decimals(after - before)})"
+                lines.append(f"{figure}, {mode}: {change} on {name_questions(found['questions'], found.get('trained_on'))}")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

@@ -28,6 +28,7 @@ class StepRecord:
 
     step: int
     reward: float  # mean over trajectories
+    success: float  # share of trajectories
     trajectories: int
     tokens_generated: int
     tokens_trained: int
@@ -47,16 +48,45 @@ class StepRecord:
 
 
 @dataclass
+class Share:
+    """Mean reward and success rate of some questions; a question counts once, with the mean over its own trajectories.
+
+    The errors are standard errors of these means over the questions (sample standard deviation / sqrt(questions)); None for
+    fewer than two questions.
+    """
+
+    questions: int
+    reward: float
+    success: float
+    reward_stderr: Optional[float]
+    success_stderr: Optional[float]
+
+
+@dataclass
 class EvaluationRecord:
-    """The team on the evaluation questions after `step` steps (0: before training)."""
+    """The team on evaluation questions after `step` steps (0: before training).
+
+    A trajectory that could not be run to its end is masked: its question counts with the others it has, and not at all
+    without any.  pass@k is over the questions that have all k.
+    """
 
     step: int
     mode: str  # SAMPLED | GREEDY
-    questions: int
-    samples: int  # k: answers per question
-    exact_match: float  # avg@k: mean over the k answers, then over questions
-    pass_at_k: float  # share of questions with any of the k answers right
-    by_source: dict[str, dict[str, float]] = field(default_factory=dict)  # hop or data source -> {exact_match, questions}
+    temperature: float
+    top_p: float
+    samples: int  # k: answers asked for per question
+    samples_min: int  # fewest unmasked answers of a question that counts
+    asked: int  # questions, those without an unmasked answer included
+    questions: int  # that have an unmasked answer
+    reward: float  # avg@k: mean over a question's answers, then over questions
+    success: float  # avg@k of success
+    reward_stderr: Optional[float]  # see `Share`
+    success_stderr: Optional[float]
+    pass_at_k: Optional[
+        float
+    ]  # share of the questions with k unmasked answers where one succeeded; None: there is no such question
+    pass_questions: int  # questions with k unmasked answers
+    by_source: dict[str, Share] = field(default_factory=dict)  # by hop or data source
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories that could not be run to their end
     trajectories: int = 0  # all, the masked ones included
     trained_on: int = 0  # of `questions`: those that are training questions too
@@ -70,26 +100,49 @@ def name_questions(questions: int, trained_on: Optional[int]) -> str:
 
 
 @dataclass
-class TurnText:
-    """One agent call, as a person reads it."""
+class TurnRecord:
+    """One agent call."""
 
     agent: str
-    prompt: str
+    policy: str
+    index: int  # position among the trajectory's calls
+    prompt: str  # as the model saw it: with the chat template and its marks
     response: str
+    content: Optional[str]  # what the agent's parser accepted
     valid: bool  # the output could be parsed
+    finish_reason: str  # stop | length
+    prompt_tokens: int
+    response_tokens: int
+    max_response_tokens: int
+    weight_version: int
+    reward: float = 0.0  # of this call by itself
+    logprob_mean: Optional[float] = None  # engine's log-probabilities of the response tokens
+    logprob_min: Optional[float] = None
+    trained: bool = False  # its agent learned from it
+    score: Optional[float] = None  # what the advantage was computed from; None: masked, or in an evaluation
+    advantage: Optional[float] = None
+    prompt_ids: Optional[list[int]] = None  # with logging.token_ids
+    response_ids: Optional[list[int]] = None
+    logprobs: Optional[list[float]] = None
 
 
 @dataclass
 class TrajectoryRecord:
     """One run of the workflow on one question."""
 
+    question_id: str
     question: str
+    source: str  # data source
+    group: int  # position of the question in the step or evaluation
+    sample: int  # position among the question's trajectories
     expected: list[str]  # accepted answers
     answer: Optional[str]  # the team's; None when it gave none
     reward: float
-    turns: list[TurnText]
-    source: str = ""  # data source or hop
-    masked: Optional[str] = None  # cause, when it was left out of the update
+    success: bool
+    turns: list[TurnRecord]
+    role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of what its calls earned by themselves
+    info: dict[str, Any] = field(default_factory=dict)  # what the workflow says of its outcome
+    masked: Optional[str] = None  # cause, when it was left out of the update or of the averages
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import yaml
 
@@ -22,9 +22,11 @@ from megatron_drmas.observability.alarms import Episodes
 from megatron_drmas.observability.charts import Series, line_chart, short
 from megatron_drmas.observability.health import WHAT, share
 from megatron_drmas.observability.history import read_json_lines, write_atomically
-from megatron_drmas.observability.progress import duration
+from megatron_drmas.observability.progress import decimals, duration
 from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, name_questions
+from megatron_drmas.observability.summary import comparable
 
+EVERYTHING = "all questions"
 COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
 MOST_TEXT = 20_000  # characters of one prompt or response
 MOST_ALARMS = 40
@@ -83,7 +85,7 @@ class Run:
     summary: dict[str, Any]
     lines: list[dict[str, Any]]  # of metrics.jsonl
     config: str  # YAML text
-    trajectories: list[tuple[str, list[dict[str, Any]]]]  # (title, trajectories) of the first and the last step and evaluation
+    trajectories: list[tuple[str, list[dict[str, Any]]]]  # (title, those to read) of the first and the last step and evaluation
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -108,7 +110,7 @@ def load_run(folder: Path) -> Run:
         lines=list(read_json_lines(folder / "metrics.jsonl")),
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         trajectories=[
-            (title.format(int(path.stem.rpartition("_")[2])), list(read_json_lines(path)))
+            (title.format(int(path.stem.rpartition("_")[2])), choose(read_json_lines(path)))
             for title, pattern in TO_READ.items()
             for path in _ends(sorted((folder / "trajectories").glob(pattern)))
         ],
@@ -137,7 +139,7 @@ def _template():
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "seen": seen, "duration": duration}
+    environment.filters |= {"short": short, "decimals": decimals, "seen": seen, "duration": duration}
     return environment.get_template("report.html")
 
 
@@ -161,7 +163,8 @@ def render(run: Run) -> str:
         health=health_rows(run),
         alarms=alarms[-MOST_ALARMS:],
         alarm_count=len(alarms),
-        trajectories=[(title, choose(found)) for title, found in run.trajectories],
+        trajectories=run.trajectories,
+        changes=run.of_kind("change"),
         config=run.config,
     )
 
@@ -196,58 +199,62 @@ def health_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def results(run: Run) -> list[dict[str, Any]]:
-    """Exact match before and after, by mode: rows for all questions and for each source.
+    """Success and reward before and after, by mode: rows for all questions and for each source.
 
-    `error` is one standard error of the change, from the numbers of questions, as if the two evaluations were independent.
+    `error` is one standard error of the change: of both means over their questions, as if the two evaluations were independent.
+    What was evaluated with other settings than the last evaluation is no "before".
     """
     tables = []
     for mode in (SAMPLED, GREEDY):
         found = [line for line in run.of_kind("evaluation") if line["mode"] == mode]
-        before = next((line for line in found if line["step"] == 0), None)
-        after = next((line for line in reversed(found) if line["step"] > 0), None)
-        if before is None and after is None:
+        if not found:
             continue
-        last = after or before
-        everything = "all questions"
-        values = [{everything: line, **line["by_source"]} if line else {} for line in (before, after)]
+        last = found[-1]
+        before = next((line for line in found if line["step"] == 0 and comparable(line, last)), None)
+        after = last if last["step"] > 0 else None
+        values = [{EVERYTHING: line, **line["by_source"]} if line else {} for line in (before, after)]
         rows = [
-            _change(name, *(value.get(name) for value in values)) for name in dict.fromkeys([everything, *values[0], *values[1]])
+            _row(name, *(value.get(name) for value in values)) for name in dict.fromkeys([EVERYTHING, *values[0], *values[1]])
         ]
         pass_at_k = [line and line["pass_at_k"] for line in (before, after)]
-        tables.append({"mode": mode, "samples": last["samples"], "step": last["step"], "rows": rows, "pass_at_k": pass_at_k})
+        tables.append({"mode": mode, "last": last, "rows": rows, "pass_at_k": pass_at_k})
     return tables
 
 
-def _change(name: str, before: Optional[dict[str, Any]], after: Optional[dict[str, Any]]) -> dict[str, Any]:
-    row = {"name": name, "questions": int((after or before)["questions"]), "change": None, "error": None}
-    row |= {"before": before and before["exact_match"], "after": after and after["exact_match"]}
-    if before and after:
-        row["change"] = row["after"] - row["before"]
-        row["error"] = math.sqrt(
-            sum(part["exact_match"] * (1 - part["exact_match"]) / part["questions"] for part in (before, after))
-        )
+def _row(name: str, before: Optional[dict[str, Any]], after: Optional[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "questions": (after or before)["questions"]}
+    for figure in ("success", "reward"):
+        values = [part and part[figure] for part in (before, after)]
+        errors = [part and part[f"{figure}_stderr"] for part in (before, after)]
+        row[figure] = {
+            "before": values[0],
+            "after": values[1],
+            "change": None if None in values else values[1] - values[0],
+            "error": None if None in errors else math.hypot(*errors),
+        }
     return row
 
 
 def team_charts(run: Run) -> list[dict[str, Any]]:
-    """Reward and evaluations: the charts of the whole team."""
-    steps = run.of_kind("step")
+    """Reward, success and evaluations: the charts of the whole team."""
+    steps, evaluations = run.of_kind("step"), run.of_kind("evaluation")
     charts = []
-    if steps:
-        reward = Series("reward", 0, [(line["step"], line["reward"]) for line in steps])
-        charts.append({"title": "Reward", "hint": "mean over trajectories", "svg": line_chart([reward], bounds=(0.0, 0.0))})
-    found = {
-        mode: [(line["step"], line["exact_match"]) for line in run.of_kind("evaluation") if line["mode"] == mode]
-        for mode in (SAMPLED, GREEDY)
-    }
-    modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
-    if any(len(mode.points) > 1 for mode in modes):
-        legend = [(mode.name, mode.colour) for mode in modes]
-        last = run.of_kind("evaluation")[-1]
-        questions = name_questions(last["questions"], last.get("trained_on"))
-        charts.append(
-            {"title": "Exact match", "hint": questions, "legend": legend, "svg": line_chart(modes, bounds=(0.0, 1.0))}
-        )
+    for figure, bounds, hint in (
+        ("reward", (0.0, 0.0), "mean over trajectories"),
+        ("success", (0.0, 1.0), "share of trajectories"),
+    ):
+        if steps:
+            line = Series(figure, 0, [(line["step"], line[figure]) for line in steps])
+            charts.append({"title": figure.capitalize(), "hint": hint, "svg": line_chart([line], bounds=bounds)})
+        found = {
+            mode: [(line["step"], line[figure]) for line in evaluations if line["mode"] == mode] for mode in (SAMPLED, GREEDY)
+        }
+        modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
+        if any(len(mode.points) > 1 for mode in modes):
+            legend = [(mode.name, mode.colour) for mode in modes]
+            svg = line_chart(modes, bounds=bounds)
+            on = name_questions(evaluations[-1]["questions"], evaluations[-1].get("trained_on"))
+            charts.append({"title": f"{figure.capitalize()}, evaluated", "hint": f"mean over {on}", "legend": legend, "svg": svg})
     return charts
 
 
@@ -317,18 +324,27 @@ def phases(run: Run) -> list[dict[str, Any]]:
     return tables
 
 
-def choose(trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to four to read: the best, the worst, one with an invalid output, the longest."""
-    if not trajectories:
-        return []
-    by_reward = sorted(trajectories, key=lambda found: -math.inf if found["reward"] is None else found["reward"])
-    invalid = [found for found in trajectories if not all(turn["valid"] for turn in found["turns"])]
-    longest = max(trajectories, key=lambda found: len(found["turns"]))
+def choose(trajectories: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Up to four to read: the best, the worst, one with an invalid output, the longest.  Holds no more of them than that."""
+    best = worst = invalid = longest = None
+    for found in trajectories:
+        if best is None or _reward(found) >= _reward(best):
+            best = found
+        if worst is None or _reward(found) < _reward(worst):
+            worst = found
+        if invalid is None and not all(turn["valid"] for turn in found["turns"]):
+            invalid = found
+        if longest is None or len(found["turns"]) > len(longest["turns"]):
+            longest = found
     chosen: list[dict[str, Any]] = []
-    for found in (by_reward[-1], by_reward[0], *invalid[:1], longest):
-        if not any(found is other for other in chosen):
+    for found in (best, worst, invalid, longest):
+        if found is not None and not any(found is other for other in chosen):
             chosen.append(found)
     return chosen
+
+
+def _reward(trajectory: dict[str, Any]) -> float:
+    return -math.inf if trajectory["reward"] is None else trajectory["reward"]
 
 
 def seen(text: str) -> str:

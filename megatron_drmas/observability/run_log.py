@@ -1,16 +1,16 @@
 """`RunLog`: the one object through which the training loop is seen.
 
-    with RunLog(run_dir, config, name, seed, steps, resume_step=None) as log:
-        with log.phase("start engines"):
+with RunLog(run_dir, config, name, seed, steps, resume_step=None) as log:
+    with log.phase("start engines"):
+        ...
+    log.started()
+    log.log_evaluation(EvaluationRecord(step=0, ...))
+    for step in ...:
+        with log.phase("generate"):
             ...
-        log.started()
-        log.log_evaluation(EvaluationRecord(step=0, ...))
-        for step in ...:
-            with log.phase("generate"):
-                ...
-            log.log_step(StepRecord(step=step, ...))
-            log.log_trajectories(step, [...])
-            (save the checkpoint of this step)
+        log.log_step(StepRecord(step=step, ...))
+        log.log_trajectories(step, [...])
+        (save the checkpoint of this step)
 """
 
 import asyncio
@@ -54,6 +54,9 @@ class RunLog:
             None: a new run; everything that an earlier run of this folder logged is removed.
         clock: seconds, for timing phases.
         health: when a step is unhealthy.
+
+    Raises:
+        HistoryError: metrics.jsonl of the run to continue cannot be read.
     """
 
     def __init__(
@@ -78,16 +81,19 @@ class RunLog:
         self._history = History(self._run_dir / "metrics.jsonl")
         self._tensorboard: Optional[TensorBoard] = None
         if resume_step is None:
-            for earlier in (self._history.path, self._run_dir / "summary.json", self._run_dir / "report.html"):
-                earlier.unlink(missing_ok=True)
-            for folder in (self._run_dir / "tensorboard", self._run_dir / "trajectories"):
-                if folder.exists():
-                    shutil.rmtree(folder)
+            self._history.path.unlink(missing_ok=True)
+        else:
+            self._history.cut(resume_step)
+        self._progress = Progress(name, steps, clock=clock)
+        self._failures: set[str] = set()  # that were said
+        if resume_step is None:
+            for earlier in ("summary.json", "report.html", "tensorboard", "trajectories"):
+                with self.contained(earlier):
+                    _remove(self._run_dir / earlier)
         self._start_step = resume_step or 0
         self.rewind(self._start_step)
         self._report_due = clock() + REPORT_EVERY_S
         self._memory = MemorySampler()
-        self._progress = Progress(name, steps, clock=clock)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -119,6 +125,21 @@ class RunLog:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began
 
+    @contextmanager
+    def contained(self, what: str) -> Iterator[None]:
+        """Something that is only there to be looked at: its failure is a warning, said once a cause, and never the run's."""
+        try:
+            yield
+        except Exception as error:
+            message = f"warning: {what} could not be written: {type(error).__name__}: {error}".split("\n")[0]
+            if message not in self._failures:
+                self._failures.add(message)
+                self.note(message, style="yellow")
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line that stays."""
+        self._progress.note(text, style)
+
     def started(self) -> None:
         """The processes are up: phases so far were start-up.  Start-up seconds count from the start of this process."""
         seconds = time.time() - psutil.Process().create_time()
@@ -138,13 +159,14 @@ class RunLog:
         values = plain(record)
         alarms = self._judge(values)
         line = self._write("step", alarms=alarms, **values)
-        self._tensorboard.add(line)
+        self._to_tensorboard(line)
         begun, ended = self._episodes.add(record.step, alarms)  # every alarm is in metrics.jsonl; its beginning and its end are said
-        for episode in begun:
-            self._progress.note(f"warning: {episode.text()}", style="yellow")
-        for episode in ended:
-            self._progress.note(f"over: {episode.text()}")
-        self._progress.step(line, sum(line["seconds"].values()))
+        with self.contained("the step's line"):
+            for episode in begun:
+                self._progress.note(f"warning: {episode.text()}", style="yellow")
+            for episode in ended:
+                self._progress.note(f"over: {episode.text()}")
+            self._progress.step(line, sum(line["seconds"].values()))
         if self._clock() >= self._report_due:
             self._report()
         return self._health.stop
@@ -176,10 +198,11 @@ class RunLog:
             self._write_trajectories(f"evaluation_{record.mode}", record.step, trajectories)
         values = plain(record)
         line = self._write("evaluation", alarms=evaluation_alarms(values, self._health_config), **values)
-        self._tensorboard.add(line)
-        for alarm in line["alarms"]:
-            self._progress.note(f"warning: {alarm['message']}", style="yellow")
-        self._progress.evaluation(line)
+        self._to_tensorboard(line)
+        with self.contained("the evaluation's line"):
+            for alarm in line["alarms"]:
+                self._progress.note(f"warning: {alarm['message']}", style="yellow")
+            self._progress.evaluation(line)
         self._report()
 
     def log_restart(self, cause: str, detail: str = "") -> None:
@@ -192,23 +215,28 @@ class RunLog:
         self._append({"kind": "restart", "step": self._summary.as_dict()["step"], "seconds": {}, "cause": cause, "detail": detail})
         self.note(f"restart: {cause}{f' ({detail})' if detail else ''}", style="yellow")
 
-    def note(self, text: str, style: str = "") -> None:
-        """Say something that stays in the terminal."""
-        self._progress.note(text, style)
+    def log_changes(self, changes: dict[str, tuple[Any, Any]]) -> None:
+        """Settings that the run goes on with other than before: key -> (old, new)."""
+        if changes:
+            self._write("change", self._start_step, changes=plain(changes))
+        for key, (old, new) in changes.items():
+            self.note(f"changed from step {self._start_step + 1} on: {key} = {new!r} (was {old!r})", style="yellow")
 
     def evaluated(self, step: int, mode: str) -> bool:
         """Whether the evaluation after `step` steps in this mode is in the log: a resumed run need not repeat it."""
         return any((line["kind"], line["step"], line.get("mode")) == ("evaluation", step, mode) for line in self._history)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
-        """Whole trajectories of a training step to read, in trajectories/step_<step>.jsonl."""
-        self._write_trajectories("step", step, trajectories)
+        """Whole trajectories of a training step to read, in trajectories/step_<step>.jsonl; no file for none."""
+        if trajectories:
+            self._write_trajectories("step", step, trajectories)
 
     def _write_trajectories(self, kind: str, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
-        folder = self._run_dir / "trajectories"
-        folder.mkdir(exist_ok=True)
-        lines = "".join(to_json(plain(trajectory)) + "\n" for trajectory in trajectories)
-        write_atomically(folder / f"{kind}_{step:06d}.jsonl", lines)
+        with self.contained("trajectories"):
+            folder = self._run_dir / "trajectories"
+            folder.mkdir(exist_ok=True)
+            lines = "".join(to_json(plain(trajectory)) + "\n" for trajectory in trajectories)
+            write_atomically(folder / f"{kind}_{step:06d}.jsonl", lines)
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: the run goes back to that checkpoint."""
@@ -217,18 +245,30 @@ class RunLog:
         self._logged = self._clock()
         for path in (self._run_dir / "trajectories").glob("*_[0-9]*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step:
-                path.unlink()
+                with self.contained("trajectories"):
+                    path.unlink()
         self._summary, self._watch = Summary(*self._about), Watch(self._agents_of, self._causes)
         self._health, self._episodes = HealthRule(self._health_config), Episodes()
         self._unhealthy: list[int] = []
         for line in self._history:
-            self._summary.add(line)
+            with self.contained("the summary"):
+                self._summary.add(line)
             if line["kind"] == "step":
                 self._episodes.add(line["step"], self._judge(line))
-        self._summary.write(self._run_dir / "summary.json")
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._tensorboard = TensorBoard(self._run_dir / "tensorboard", step)
+        with self.contained("the summary"):
+            self._summary.write(self._run_dir / "summary.json")
+        with self.contained("TensorBoard's log"):
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+            self._tensorboard = None
+            self._tensorboard = TensorBoard(self._run_dir / "tensorboard", step)
+
+    def abandon(self) -> None:
+        """End without another word in the run's folder."""
+        if not self._finished:
+            self._finished = True
+            self._progress.close()
+            self._memory.stop()
 
     def finish(self, status: str) -> None:
         """Last summary and report, and the closing lines in the terminal.  Later calls do nothing."""
@@ -238,10 +278,14 @@ class RunLog:
         self._progress.close()
         self._memory.stop()
         self._write("end", self._summary.as_dict()["step"], status=status)
-        self._tensorboard.close()
+        with self.contained("TensorBoard's log"):
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         self._report()
-        for text in last_words(self._run_dir, self._summary.as_dict()):
-            self._progress.note(text)
+        if status != "interrupted":  # whoever stopped it knows
+            with self.contained("the closing lines"):
+                for text in last_words(self._run_dir, self._summary.as_dict()):
+                    self.note(text)
 
     def _write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """Append a line of this kind with the time since the last one, and bring the summary up to date."""
@@ -254,15 +298,26 @@ class RunLog:
     def _append(self, line: dict[str, Any]) -> dict[str, Any]:
         line["peak_memory_gib"] = self._memory.peak_gib
         self._history.append(line)
-        self._summary.add(line)
-        self._summary.write(self._run_dir / "summary.json")
+        with self.contained("the summary"):
+            self._summary.add(line)
+            self._summary.write(self._run_dir / "summary.json")
         return line
+
+    def _to_tensorboard(self, line: dict[str, Any]) -> None:
+        with self.contained("TensorBoard's log"):
+            if self._tensorboard is not None:
+                self._tensorboard.add(line)
 
     def _report(self) -> None:
         began = self._clock()
-        write_report(self._run_dir)
+        with self.contained("the report"):
+            write_report(self._run_dir)
         ended = self._clock()
         self._report_due = ended + max(REPORT_EVERY_S, (ended - began) / REPORT_SHARE)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -283,12 +338,12 @@ def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 
 def finished_summary(run_dir: Path, steps: int) -> Optional[dict[str, Any]]:
-    """The summary of a run that has come to its end after `steps` steps; None if it has not."""
-    path = run_dir / "summary.json"
-    if not path.is_file():
+    """The summary of a run that has come to its end after `steps` steps; None if it has not, or cannot be read."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        return summary if summary["status"] == FINISHED and summary["step"] >= steps else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    summary = json.loads(path.read_text())
-    return summary if summary["status"] == FINISHED and summary["step"] >= steps else None
 
 
 def agents_by_policy(config: dict[str, Any]) -> dict[str, list[str]]:

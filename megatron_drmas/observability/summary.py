@@ -20,10 +20,11 @@ class Summary:
     keys of `as_dict`:
 
         name, seed, status, step, steps      step: steps done; steps: steps planned
-        exact_match    {questions, trained_on, samples, sampled: {before, after}, greedy: {before, after}}: avg@k before the
-                       first step and at the last evaluation since; trained_on: of the questions, those that are training
-                       questions too; None: not evaluated
-        reward         mean over trajectories, last step
+        evaluation     {sampled, greedy}: {step, questions, trained_on, samples, pass_questions, and {before, after} of reward,
+                       success and pass_at_k}: avg@k and pass@k (see records.EvaluationRecord) at the last evaluation, and
+                       before the first step where that was evaluated with the same settings; trained_on: of the questions,
+                       those that are training questions too; None: not evaluated
+        reward, success                      mean and share over trajectories, last step
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
         seconds        by phase: start-up, steps and evaluations together; "other" is time outside every phase
@@ -35,6 +36,7 @@ class Summary:
         alarms                               episodes by metric (see `alarms.Episodes`)
         health         {masked, truncated, invalid, zero_advantage, found_nothing: {last, worst, worst_step}}: shares of a step
         refused        {step, problem} of a step that was not trained on, which stopped the run; None: there is none
+        changes        settings with which the run went on other than before: {step: {key: [old, new]}}
     """
 
     def __init__(self, name: str, seed: int, steps: int):
@@ -44,14 +46,9 @@ class Summary:
             "status": RUNNING,
             "step": 0,
             "steps": steps,
-            "exact_match": {
-                "questions": None,
-                "trained_on": None,
-                "samples": None,
-                SAMPLED: {"before": None, "after": None},
-                GREEDY: {"before": None, "after": None},
-            },
+            "evaluation": {SAMPLED: None, GREEDY: None},
             "reward": None,
+            "success": None,
             "agents": {},
             "policies": {},
             "max_prob_ratio": None,
@@ -69,7 +66,9 @@ class Summary:
             "alarms": {},
             "health": {},
             "refused": None,
+            "changes": {},
         }
+        self._first: dict[str, dict[str, Any]] = {}  # mode -> its evaluation before the first step
         self._step_seconds: dict[str, float] = {}
         self._episodes = Episodes()
 
@@ -94,7 +93,7 @@ class Summary:
 
     def _add_step(self, line: dict[str, Any]) -> None:
         values = self._values
-        values["step"], values["reward"] = line["step"], line["reward"]
+        values["step"], values["reward"], values["success"] = line["step"], line["reward"], line["success"]
         values["agents"].update(line["agents"])
         values["policies"].update(line["policies"])
         for key, metric in (("max_prob_ratio", "prob_ratio"), ("max_logprob_diff", "logprob_diff_max")):
@@ -119,11 +118,17 @@ class Summary:
         values["tokens_per_second"] = values["tokens_generated"] / generating if generating else None
 
     def _add_evaluation(self, line: dict[str, Any]) -> None:
-        match = self._values["exact_match"]
-        match["questions"], match["trained_on"] = line["questions"], line.get("trained_on", 0)
-        if line["mode"] == SAMPLED:
-            match["samples"] = line["samples"]
-        match[line["mode"]]["before" if line["step"] == 0 else "after"] = line["exact_match"]
+        if line["step"] == 0:
+            self._first[line["mode"]] = line
+        first = self._first.get(line["mode"])
+        before = first if first and comparable(first, line) else None
+        after = line if line["step"] > 0 else None
+        self._values["evaluation"][line["mode"]] = {
+            key: line[key] for key in ("step", "questions", "trained_on", "samples", "pass_questions")
+        } | {
+            figure: {"before": before and before[figure], "after": after and after[figure]}
+            for figure in ("reward", "success", "pass_at_k")
+        }
         _add_counts(self._values["masked"], line["masked"])
         _add_counts(self._values["alarms"], Counter(alarm["metric"] for alarm in line.get("alarms", ())))
 
@@ -131,8 +136,16 @@ class Summary:
         self._values["refused"] = {"step": line["step"], "problem": line["problem"]}
         _add_counts(self._values["masked"], line["masked"])
 
+    def _add_change(self, line: dict[str, Any]) -> None:
+        self._values["changes"].setdefault(str(line["step"]), {}).update(line["changes"])
+
     def _add_end(self, line: dict[str, Any]) -> None:
         self._values["status"] = line["status"]
+
+
+def comparable(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two evaluations, lines of metrics.jsonl, differ in nothing but the policies."""
+    return all(first[key] == second[key] for key in ("mode", "temperature", "top_p", "samples", "asked"))
 
 
 def _add_counts(totals: dict[str, float], counts: dict[str, float]) -> None:

@@ -1,13 +1,14 @@
 """TensorBoard scalars of a run, under stable tags.
 
-    agent/<agent>/<metric>  policy/<policy>/<metric>   the metrics of a step
-    team/reward  team/trajectories  team/tokens_generated  team/tokens_trained
-    time/<phase>  time/step                            seconds
-    throughput/tokens_per_second                       generated, over the seconds of generation
-    masked/<cause>  skipped/<policy>                   counts
-    health/<kind>                                      shares of the step, see `health`
-    alarm/<metric>/<agent or policy>                   the value that raised an alarm
-    evaluation/<mode>/exact_match  evaluation/<mode>/pass_at_k  evaluation/<mode>/by_source/<source>
+agent/<agent>/<metric>  policy/<policy>/<metric>   the metrics of a step
+team/reward  team/success  team/trajectories  team/tokens_generated  team/tokens_trained
+time/<phase>  time/step                            seconds
+throughput/tokens_per_second                       generated, over the seconds of generation
+masked/<cause>  skipped/<policy>                   counts
+health/<kind>                                      shares of the step, see `health`
+alarm/<metric>/<agent or policy>                   the value that raised an alarm
+evaluation/<mode>/reward  evaluation/<mode>/success  evaluation/<mode>/pass_at_k
+evaluation/<mode>/by_source/<source>/reward  evaluation/<mode>/by_source/<source>/success
 """
 
 import time
@@ -47,7 +48,7 @@ class TensorBoard:
 
 def _step_scalars(line: dict[str, Any]) -> dict[str, Any]:
     seconds = line["seconds"]
-    scalars = {f"team/{key}": line[key] for key in ("reward", "trajectories", "tokens_generated", "tokens_trained")}
+    scalars = {f"team/{key}": line[key] for key in ("reward", "success", "trajectories", "tokens_generated", "tokens_trained")}
     scalars |= {f"agent/{agent}/{key}": value for agent, metrics in line["agents"].items() for key, value in metrics.items()}
     scalars |= {f"policy/{name}/{key}": value for name, metrics in line["policies"].items() for key, value in metrics.items()}
     scalars |= {f"time/{phase}": value for phase, value in seconds.items()} | {"time/step": sum(seconds.values())}
@@ -61,5 +62,9 @@ def _step_scalars(line: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluation_scalars(line: dict[str, Any]) -> dict[str, Any]:
     prefix = f"evaluation/{line['mode']}"
-    by_source = {f"{prefix}/by_source/{source}": found["exact_match"] for source, found in line["by_source"].items()}
-    return {f"{prefix}/exact_match": line["exact_match"], f"{prefix}/pass_at_k": line["pass_at_k"]} | by_source
+    by_source = {
+        f"{prefix}/by_source/{source}/{figure}": found[figure]
+        for source, found in line["by_source"].items()
+        for figure in ("reward", "success")
+    }
+    return {f"{prefix}/{figure}": line[figure] for figure in ("reward", "success", "pass_at_k")} | by_source

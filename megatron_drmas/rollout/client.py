@@ -113,7 +113,9 @@ class PolicyClient:
             samples = await asyncio.wait_for(self._engines[index].poll(self.POLL_S), self._timeout_s)
             for sample in samples:
                 self.generated_tokens += len(sample.token_ids)
-                self._in_flight[index].pop(sample.key).set_result(sample)
+                asked = self._in_flight[index].pop(sample.key)
+                if not asked.done():  # whoever asked may have been cancelled
+                    asked.set_result(sample)
             silent_s = 0.0 if samples else silent_s + self.POLL_S
             if not self._in_flight[index]:
                 self._busy[index].clear()

@@ -26,6 +26,9 @@ from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailur
 PROMPT_END = 16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn.  `stream` separates the random numbers of one collection from another's."""
@@ -42,6 +45,21 @@ class Sampling:
 def call_seed(*parts: object) -> int:
     """A 31-bit seed that depends on nothing but its parts."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big") >> 1
+
+
+def finite_reward(value: Any, of_what: str) -> float:
+    """A reward as a number that training can compute with.
+
+    Raises:
+        TrajectoryFailure: it is none, is not finite, or is beyond float32.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= FLOAT32_MAX:
+        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is no finite number")
+    return number
 
 
 class Collector:
@@ -104,8 +122,11 @@ class Collector:
         try:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
             trajectory.reward = await context.reward(trajectory.outcome)
+            trajectory.success = bool(self.environment.success(trajectory.question, trajectory.outcome, trajectory.reward))
             earned: dict[str, list[float]] = defaultdict(list)
             for turn in trajectory.turns:
+                of_what = f"call {turn.index}, of {turn.agent!r}, on question {trajectory.question.id!r} earned"
+                turn.reward = finite_reward(turn.reward, of_what)
                 earned[turn.agent].append(turn.reward)
             trajectory.role_rewards = {agent: sum(rewards) / len(rewards) for agent, rewards in earned.items()}
         except TrajectoryFailure as failure:
@@ -195,7 +216,9 @@ class _TrajectoryContext:
         if outcome.reward is not None:
             return outcome.reward
         if outcome.answer not in self._grades:
-            self._grades[outcome.answer] = await self._collector.environment.reward(self._trajectory.question, outcome)
+            environment, question = self._collector.environment, self._trajectory.question
+            of_what = f"environment {environment.config.name!r} returned for question {question.id!r}"
+            self._grades[outcome.answer] = finite_reward(await environment.reward(question, outcome), of_what)
         return self._grades[outcome.answer]
 
     def chance(self, name: str) -> float:

@@ -138,6 +138,10 @@ class ChatTokenizer:
             response = response[:response.index(self.end_of_turn)]
         return prompt_ids, [*response, self.end_of_turn]
 
+    def prompt_text(self, prompt_ids: list[int]) -> str:
+        """A prompt as the model sees it, the template's marks included."""
+        return self._tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def text(self, token_ids: list[int]) -> str:
         """The response as text, without the token that ended it; other control tokens are spelled out, and an id that has no
         token is U+FFFD."""

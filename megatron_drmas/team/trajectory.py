@@ -59,6 +59,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     outcome: Optional[Outcome] = None
     reward: float = 0.0
+    success: bool = False  # see `Environment.success`
     found: list[int] = field(default_factory=list)  # passages of each query
     role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
     failure: Optional[str] = None  # the cause

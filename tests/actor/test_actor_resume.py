@@ -141,3 +141,38 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_agent(ranks,
         assert after["skipped"] == 0 and after["nonfinite_agents"] == [] and math.isfinite(after["grad_norm"])
 
 
+
+
+CHANGED = {"lr": 2e-3, "min_lr": 2e-4, "decay": "linear", "warmup_steps": 1, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "grad_clip": 0.5}
+
+
+def load_and_tell(actor, folder):
+    """What a resumed actor's optimizer is set to, and the learning rates of its next steps."""
+    actor.load(folder)
+    groups = [{key: group[key] for key in ("betas", "eps", "weight_decay", "lr")} for group in actor.optimizer.param_groups]
+    return groups, actor.optimizer.config.clip_grad, [report["lr"] for report in train(actor, [2, 3, 4, 5])]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_changed_optimizer_and_a_longer_run_take_effect_after_a_checkpoint(ranks, models, tmp_path, distributed):
+    """Two of ten steps at a constant rate, then the rest of a run of six with a linear decay and other settings."""
+    folder = str(tmp_path / "checkpoint")
+    before = {"weight_decay": 0.01, "distributed": distributed}
+    ranks.run(make_settings(models["llama"], "dp2", optimizer=before), train_save_train, folder, [0, 1], [])
+    settings = make_settings(models["llama"], "dp2", optimizer=CHANGED | {"distributed": distributed}, total_steps=6)
+    groups, clip, rates = ranks.run(settings, load_and_tell, folder)[0]
+    linear = [2e-4 + 1.8e-3 * (1 - (step - 1) / 5) for step in (2, 3, 4, 5)]
+    assert rates == pytest.approx(linear) and clip == 0.5
+    assert {group["weight_decay"] for group in groups} <= {0.3, 0.0} and 0.3 in [group["weight_decay"] for group in groups]
+    for group in groups:
+        assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-3, pytest.approx(linear[0]))
+
+
+def test_a_longer_run_stretches_the_schedule(ranks, models, tmp_path):
+    """The rates of steps 3 and 4 are those of a run that was that long from the start."""
+    folder, cosine = str(tmp_path / "checkpoint"), {"decay": "cosine"}
+    ranks.run(make_settings(models["llama"], optimizer=cosine, total_steps=2), train_save_train, folder, [0, 1], [])
+    longer = make_settings(models["llama"], optimizer=cosine, total_steps=4)
+    resumed = ranks.run(longer, load_train, folder, [2, 3])[0][0]
+    straight = ranks.run(longer, train, [0, 1, 2, 3])[0]
+    assert [report["lr"] for report in resumed] == [report["lr"] for report in straight[2:]]

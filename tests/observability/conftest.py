@@ -7,7 +7,15 @@ from typing import Callable, Iterator, Optional
 
 import pytest
 
-from megatron_drmas.observability.records import GREEDY, SAMPLED, EvaluationRecord, StepRecord, TrajectoryRecord, TurnText
+from megatron_drmas.observability.records import (
+    GREEDY,
+    SAMPLED,
+    EvaluationRecord,
+    Share,
+    StepRecord,
+    TrajectoryRecord,
+    TurnRecord,
+)
 from megatron_drmas.observability.run_log import RunLog
 
 CONFIG = {
@@ -46,7 +54,8 @@ def step_record(step: int) -> StepRecord:
         metrics["grad_norm_max"] = metrics["grad_norm"]
     return StepRecord(
         step,
-        draw(),
+        reward=draw() - 0.5,
+        success=draw(),
         trajectories=32,
         tokens_generated=1000 + step,
         tokens_trained=900,
@@ -58,17 +67,50 @@ def step_record(step: int) -> StepRecord:
 
 
 def evaluation_record(step: int, mode: str) -> EvaluationRecord:
-    match = (step + 2) / 10
-    sources = {"1 hop": {"exact_match": match, "questions": 20}, "2 hops": {"exact_match": match / 2, "questions": 30}}
-    return EvaluationRecord(step, mode, 50, 4 if mode == SAMPLED else 1, match, min(1.0, match + 0.1), sources)
+    """Rewards below zero; one question of the sampled mode has lost an answer."""
+    rate, samples = (step + 2) / 10, 4 if mode == SAMPLED else 1
+    sources = {"1 hop": Share(20, rate - 1.5, rate, 0.1, 0.05), "2 hops": Share(30, rate / 2 - 1.5, rate / 2, 0.1, 0.05)}
+    return EvaluationRecord(
+        step,
+        mode,
+        0.6,
+        1.0,
+        samples,
+        samples - (mode == SAMPLED),
+        50,
+        50,
+        rate - 1.5,
+        rate,
+        0.08,
+        0.04,
+        min(1.0, rate + 0.1),
+        49 if mode == SAMPLED else 50,
+        sources,
+        {"retrieval timed out": 1} if mode == SAMPLED else {},
+    )
 
 
 def trajectory_record(step: int, text: str = "") -> TrajectoryRecord:
     turns = [
-        TurnText("verifier", "who is the mayor of Bexo ?" + text, "<verify>yes</verify>", True),
-        TurnText("answer", "…", text, False),
+        TurnRecord(
+            "verifier",
+            "judge",
+            0,
+            "who is the mayor of Bexo ?" + text,
+            "<verify>yes</verify>",
+            "yes",
+            True,
+            "stop",
+            9,
+            3,
+            8,
+            0,
+            score=0.5,
+            advantage=-1.0,
+        ),
+        TurnRecord("answer", "writer", 1, "…", text, None, False, "length", 9, 8, 8, 0),
     ]
-    return TrajectoryRecord(f"question of step {step}", ["Tarvel"], text or None, 0.0, turns, "1 hop")
+    return TrajectoryRecord(f"q{step}", f"question of step {step}", "1 hop", 0, 0, ["Tarvel"], text or None, -0.5, False, turns)
 
 
 def play_steps(folder: Path, first: int = 1, last: int = STEPS, resume_step: Optional[int] = None, text: str = "") -> RunLog:

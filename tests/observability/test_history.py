@@ -127,4 +127,4 @@ def test_other_values_are_refused_by_name(value):
 
 def test_a_record_refuses_metrics_that_are_no_numbers():
     with pytest.raises(TypeError, match=r"policies\['judge'\]\['agents'\]"):
-        StepRecord(1, 0.0, 1, 1, 1, agents={}, policies={"judge": {"agents": {}}})
+        StepRecord(1, 0.0, 0.0, 1, 1, 1, agents={}, policies={"judge": {"agents": {}}})

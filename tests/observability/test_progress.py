@@ -32,7 +32,7 @@ def test_a_log_file_gets_a_line_now_and_then(step_seconds):
         for phase in ("generate", "update"):
             progress.phase(phase)
         clock.now += step_seconds
-        progress.step({"step": step, "reward": 0.5}, step_seconds)
+        progress.step({"step": step, "reward": 0.5, "success": 0.5}, step_seconds)
     progress.close()
     lines = out.getvalue().splitlines()[before:]
     assert 1 <= len(lines) <= 100 * step_seconds / PLAIN_EVERY_S + 1
@@ -44,7 +44,7 @@ def test_a_terminal_gets_one_live_line_that_goes_away():
     out = io.StringIO()
     progress = Progress("team", 4, Console(file=out, force_terminal=True, width=120))
     progress.phase("generate")
-    progress.step({"step": 1, "reward": None}, 2.0)
+    progress.step({"step": 1, "reward": None, "success": 0.0}, 2.0)
     progress.note("warning: [bold]not markup[/bold]")
     progress._bars.refresh()
     assert "team · generate" in out.getvalue() and "1/4" in out.getvalue() and "0:00:06 left" in out.getvalue()
@@ -54,11 +54,19 @@ def test_a_terminal_gets_one_live_line_that_goes_away():
 
 
 def test_the_last_lines_say_what_was_learnt_and_where_things_lie():
-    match = {"questions": 300, "sampled": {"before": 0.25, "after": 0.7}, "greedy": {"before": None, "after": 0.75}}
-    summary = {"name": "team", "status": "finished", "step": 4, "steps": 4, "exact_match": match}
+    sampled = {"questions": 300, "reward": {"before": -0.25, "after": 1.5}, "success": {"before": 0.25, "after": 0.7}}
+    greedy = {"questions": 300, "reward": {"before": None, "after": 1.0}, "success": {"before": None, "after": 0.75}}
+    summary = {
+        "name": "team",
+        "status": "finished",
+        "step": 4,
+        "steps": 4,
+        "evaluation": {"sampled": sampled, "greedy": greedy, "other": None},
+    }
     assert closing_lines(summary, {"report": "out/report.html"}) == [
         "team: finished after 4 of 4 steps",
-        "exact match, sampled: 0.250 → 0.700 (+0.450) on 300 held-out questions",
+        "reward, sampled: -0.250 → 1.500 (+1.750) on 300 held-out questions",
+        "success, sampled: 0.250 → 0.700 (+0.450) on 300 held-out questions",
         "report  out/report.html",
     ]
 

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_drmas.observability.charts import HEIGHT, Series, line_chart
+from megatron_drmas.observability.progress import closing_lines
 from megatron_drmas.observability.report import MOST_TEXT, choose, load_run, main, render, results, seen
+from megatron_drmas.observability.summary import Summary
 
 HOSTILE = (
     "</pre></script><script>alert(1)</script><img src=http://x.invalid/a onerror=alert(1)> <a href='javascript:1'>x</a> "
@@ -133,6 +135,9 @@ def test_it_shows_results_by_hop_alarms_configuration_and_counts(folder):
         "0.200 → 0.800",
         "2 hops",
         "pass@4",
+        "is over the 49 that had all 4",
+        "-1.300 → -0.700",
+        "cut off at 8 tokens",
         "grad_norm_max of policy writer (agents search, answer) is not finite",
         "retrieval timed out",
         "policy: judge",
@@ -143,8 +148,9 @@ def test_it_shows_results_by_hop_alarms_configuration_and_counts(folder):
     ):
         assert part in text
     rows = {row["name"]: row for row in results(load_run(folder))[0]["rows"]}
-    assert rows["2 hops"]["change"] == pytest.approx(0.3)
-    assert rows["all questions"]["error"] == pytest.approx((0.2 * 0.8 / 50 * 2) ** 0.5)
+    assert rows["2 hops"]["success"]["change"] == pytest.approx(0.3)
+    for figure, error in (("success", 0.04), ("reward", 0.08)):
+        assert rows["all questions"][figure]["error"] == pytest.approx(error * 2**0.5)
 
 
 def test_a_run_without_a_step_has_a_report(tmp_path, play):
@@ -160,6 +166,30 @@ def test_trajectories_to_read_show_the_extremes():
     ]
     assert choose(made) == [made[1], made[0], made[2], made[3]]
     assert choose([]) == [] and choose(made[:1]) == made[:1]
+
+
+anything = st.none() | st.floats(-3.4e38, 3.4e38)  # a reward is a float32
+error = st.none() | st.floats(0, 3.4e38)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(anything, anything, error, st.none() | st.floats(0, 1))
+def test_a_page_and_the_closing_lines_can_be_made_of_any_rewards(folder, reward, later, stderr, success):
+    run = load_run(folder)
+    for line in run.lines:
+        if line["kind"] in ("step", "evaluation"):
+            for part in (line, *line.get("by_source", {}).values()):
+                part["reward"], part["success"] = reward if line["step"] % 2 else later, success
+                if line["kind"] == "evaluation":
+                    part["reward_stderr"] = part["success_stderr"] = stderr
+    for _, found in run.trajectories:
+        for trajectory in found:
+            trajectory["reward"] = reward
+    assert "Evaluation" in render(run)
+    summary = Summary("team", 0, 6)
+    for line in run.lines:
+        summary.add(line)
+    assert closing_lines(summary.as_dict(), {})
 
 
 def heights(svg: str) -> list[float]:

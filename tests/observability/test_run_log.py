@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_drmas.config.schema import HealthConfig
-from megatron_drmas.observability.history import read_json_lines
+from megatron_drmas.observability.history import HistoryError, read_json_lines
 from megatron_drmas.observability.records import SAMPLED
-from megatron_drmas.observability.run_log import RunLog
+from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
 from megatron_drmas.observability.summary import Summary
-from tests.observability.conftest import CONFIG, step_record
+from tests.observability.conftest import CONFIG, evaluation_record, step_record
 
 STEPS = 6
 OF_A_START = ("startup_seconds", "restarts", "seconds", "peak_memory_gib")
@@ -97,13 +97,18 @@ def test_the_summary_is_a_function_of_the_lines(undisturbed, read_summary):
 def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_summary):
     summary = read_summary(undisturbed)
     steps = [line for line in results(undisturbed) if line["kind"] == "step"]
-    assert summary["exact_match"] == {
-        "questions": 50,
-        "trained_on": 0,
-        "samples": 4,
-        "sampled": {"before": 0.2, "after": 0.8},
-        "greedy": {"before": 0.2, "after": 0.8},
-    }
+    for mode, samples, whole in (("sampled", 4, 49), ("greedy", 1, 50)):
+        assert summary["evaluation"][mode] == {
+            "step": STEPS,
+            "questions": 50,
+            "trained_on": 0,
+            "samples": samples,
+            "pass_questions": whole,
+            "reward": {"before": -1.3, "after": -0.7},
+            "success": {"before": 0.2, "after": 0.8},
+            "pass_at_k": {"before": pytest.approx(0.3), "after": pytest.approx(0.9)},
+        }
+    assert (summary["reward"], summary["success"]) == (steps[-1]["reward"], steps[-1]["success"])
     assert (summary["status"], summary["step"], summary["steps"], summary["seed"]) == ("finished", STEPS, STEPS, 0)
     assert summary["max_prob_ratio"] == max(policy["prob_ratio"] for line in steps for policy in line["policies"].values())
     assert summary["max_logprob_diff"] == max(
@@ -119,7 +124,7 @@ def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_sum
     }
     assert summary["weight_sync_share"] == 0.25 / 5.25
     assert summary["tokens_per_second"] == sum(line["tokens_generated"] for line in steps) / 12.0
-    assert (summary["masked"], summary["skipped"]) == ({"retrieval timed out": 4}, {"writer": 1})
+    assert (summary["masked"], summary["skipped"]) == ({"retrieval timed out": 7}, {"writer": 1})
     assert summary["alarms"] == {"grad_norm_max": 2, "skipped": 1}
     assert set(summary["agents"]) == {"verifier", "search", "answer"}  # the answerer spoke last in step 4
     assert summary["policies"]["writer"] == steps[-1]["policies"]["writer"]
@@ -173,6 +178,7 @@ def test_tensorboard_tags_are_stable(undisturbed):
     found = scalars(undisturbed)
     assert {
         "team/reward",
+        "team/success",
         "team/trajectories",
         "team/tokens_generated",
         "team/tokens_trained",
@@ -200,13 +206,21 @@ def test_tensorboard_tags_are_stable(undisturbed):
         *(
             f"evaluation/{mode}/{metric}"
             for mode in ("sampled", "greedy")
-            for metric in ("exact_match", "pass_at_k", "by_source/1 hop", "by_source/2 hops")
+            for metric in (
+                "reward",
+                "success",
+                "pass_at_k",
+                "by_source/1 hop/reward",
+                "by_source/2 hops/reward",
+                "by_source/1 hop/success",
+                "by_source/2 hops/success",
+            )
         ),
     } == set(found)
     assert [step for step, _ in found["team/reward"]] == list(range(1, STEPS + 1))
     assert [step for step, _ in found["agent/answer/reward"]] == [1, 2, 3, 4, 6]
     assert dict(found["policy/writer/grad_norm"])[5] == "nan"
-    assert [step for step, _ in found["evaluation/greedy/exact_match"]] == [0, 3, 6]
+    assert [step for step, _ in found["evaluation/greedy/success"]] == [0, 3, 6]
 
 
 def test_the_configuration_is_kept(tmp_path, play):
@@ -243,6 +257,91 @@ def test_an_episode_is_said_at_its_beginning_and_its_end_and_logged_in_every_ste
     assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"prob_ratio": 2}
     assert (tmp_path / "report.html").read_text().count("over 1.05") == 2
     assert [len(line["alarms"]) for line in results(tmp_path)] == [step in (2, 3, 4, 6, 13) for step in range(1, 15)]
+
+
+
+BROKEN = {  # what stands in the way -> what is said not to have been written
+    "report.html": "the report",
+    "summary.json": "the summary",
+    "tensorboard": "TensorBoard's log",
+    "trajectories": "trajectories",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_only_to_be_looked_at_never_ends_a_run(tmp_path, play, undisturbed, capsys, monkeypatch, name):
+    """A folder where the file must go, or a file where the folder must, that cannot be removed."""
+    folder = tmp_path / name
+    if "." in name:
+        (folder / "full").mkdir(parents=True)
+    else:
+        folder.write_text("in the way")
+    monkeypatch.setattr("megatron_drmas.observability.run_log._remove", lambda path: None)
+    for first, resume in ((1, None), (5, 4)):
+        play(tmp_path, first=first, resume_step=resume).finish("finished")
+        said = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith(f"warning: {BROKEN[name]} could not be written")
+        ]
+        assert said and len(said) == len(set(said)), "said once for each cause"
+    assert results(tmp_path) == results(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "function", ["write_report", "Summary.add", "TensorBoard.add", "Progress.step", "Progress.evaluation", "last_words"]
+)
+def test_a_fault_in_what_shows_a_run_is_a_warning(tmp_path, play, undisturbed, capsys, monkeypatch, function):
+    def fail(*_, **__):
+        raise ZeroDivisionError("math domain error")
+
+    monkeypatch.setattr(f"megatron_drmas.observability.run_log.{function}", fail)
+    play(tmp_path).finish("finished")
+    assert capsys.readouterr().out.count("ZeroDivisionError: math domain error") == 1
+    assert results(tmp_path) == results(undisturbed)
+
+
+def test_changed_settings_are_said_kept_and_shown(tmp_path, play, read_summary, capsys):
+    play(tmp_path, last=3)
+    log = play(tmp_path, first=4, last=3, resume_step=3)
+    log.log_changes({"policies.p.optimizer.lr": (1e-6, 2e-6), "steps": (3, 6)})
+    log.finish("finished")
+    assert "changed from step 4 on: policies.p.optimizer.lr = 2e-06 (was 1e-06)" in capsys.readouterr().out
+    assert read_summary(tmp_path)["changes"] == {"3": {"policies.p.optimizer.lr": [1e-6, 2e-6], "steps": [3, 6]}}
+    assert "policies.p.optimizer.lr" in (tmp_path / "report.html").read_text()
+    play(tmp_path, first=6, resume_step=3).finish("finished")
+    assert "3" in read_summary(tmp_path)["changes"], "it has happened, whatever is undone"
+
+
+def test_an_evaluation_with_other_settings_is_no_before(tmp_path, play, read_summary):
+    log = play(tmp_path, last=5)
+    record = evaluation_record(6, SAMPLED)
+    record.temperature = 1.0
+    log.log_evaluation(record)
+    log.finish("finished")
+    found = read_summary(tmp_path)["evaluation"]
+    assert found["sampled"]["success"] == {"before": None, "after": 0.8} and found["greedy"]["success"]["before"] == 0.2
+    assert "→" not in "".join(line for line in last_words(tmp_path, read_summary(tmp_path)) if "sampled" in line)
+
+
+def test_a_damaged_line_is_named_and_a_damaged_summary_is_made_anew(tmp_path, play, read_summary):
+    play(tmp_path, last=2).finish("finished")
+    (tmp_path / "summary.json").write_text("{")
+    assert finished_summary(tmp_path, 2) is None
+    play(tmp_path, first=3, last=2, resume_step=2).finish("finished")
+    assert read_summary(tmp_path)["step"] == 2
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff{]\n")
+    with pytest.raises(HistoryError, match=r"metrics.jsonl:\d+: .*remove the line"):
+        RunLog(tmp_path, CONFIG, "team", 0, STEPS, resume_step=2)
+
+
+def test_a_log_that_is_abandoned_writes_no_more(tmp_path, play):
+    log = play(tmp_path, last=2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    log.abandon()
+    log.finish("failed: RunLockLost")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def health(masked=0, zero=0):

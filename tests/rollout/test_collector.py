@@ -1,9 +1,11 @@
 """The collector over scripted engines: what it asks, what it keeps, what a failure costs."""
 
 import asyncio
+import math
 import random
 
 import pytest
+import torch
 
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas.config.schema import AgentConfig, EnvironmentConfig, RolloutConfig, TeamConfig, WorkflowConfig
@@ -222,6 +224,37 @@ def test_a_retrieval_failure_costs_its_trajectory_only():
     trajectories, _ = collect({"v": [lambda r: reply("<verify>no</verify>")(r)], "s": [rest]})
     assert {t.failure for t in trajectories} == {"retrieval"}
     assert len(collate(trajectories, ("verifier", "search", "answer"), ("v", "s"), {"verifier"})) == 0
+
+
+def rewarded(monkeypatch, value, **hooks):
+    """Trajectories of a world that returns `value`."""
+
+    async def reward(self, question, outcome):
+        return value
+
+    for name, function in {"reward": reward, **hooks}.items():
+        monkeypatch.setattr(World, name, function)
+    verifier, rest = script()
+    return collect({"v": [verifier], "s": [rest]})[0]
+
+
+@pytest.mark.parametrize("value", [-0.35, 0, 7.5, True, -3e38, 1e-300, torch.tensor(0.25), "1.5"])
+def test_any_finite_reward_is_one_and_success_is_a_positive_one(monkeypatch, value):
+    for trajectory in rewarded(monkeypatch, value):
+        assert trajectory.failure is None and trajectory.reward == float(value) and type(trajectory.reward) is float
+        assert trajectory.success is (float(value) > 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, None, "right", [1.0], torch.ones(2)])
+def test_a_reward_that_is_no_finite_number_masks_its_trajectory_and_names_environment_and_question(monkeypatch, value):
+    for trajectory in rewarded(monkeypatch, value):
+        assert trajectory.failure == "reward" and trajectory.reward == 0.0 and not trajectory.success
+        assert "environment 'world'" in trajectory.failure_detail and f"question '{trajectory.question.id}'" in trajectory.failure_detail
+
+
+def test_an_environment_says_itself_what_a_success_is(monkeypatch):
+    done = rewarded(monkeypatch, 0.4, success=lambda self, question, outcome, reward: reward > 0.5 or question.id == "2")
+    assert {trajectory.question.id: trajectory.success for trajectory in done} == {"0": False, "1": False, "2": True, "3": False}
 
 
 @pytest.mark.parametrize("sample", [

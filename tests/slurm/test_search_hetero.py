@@ -88,7 +88,7 @@ def test_a_submitted_run_trains_and_ends_well(slurm, tmp_path):
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
     summary = json.loads((tmp_path / "submitted/summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("finished", 2)
-    assert summary["exact_match"]["sampled"]["before"] is not None and summary["exact_match"]["sampled"]["after"] is not None
+    assert None not in summary["evaluation"]["sampled"]["success"].values()
     assert (tmp_path / "submitted/report.html").exists()
     assert not Path(f"/tmp/ray_{number}").exists()
 

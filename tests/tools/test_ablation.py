@@ -29,9 +29,9 @@ def write_metrics(path, norms, skipped=0):
         for step, norm in enumerate(norms)
     ]
     lines += [
-        {"kind": "evaluation", "step": 0, "mode": "sampled", "exact_match": 0.0, "pass_at_k": 0.0},
-        {"kind": "evaluation", "step": len(norms), "mode": "sampled", "exact_match": 0.25, "pass_at_k": 0.5},
-        {"kind": "evaluation", "step": len(norms), "mode": "greedy", "exact_match": 0.75, "pass_at_k": 0.75},
+        {"kind": "evaluation", "step": 0, "mode": "sampled", "success": 0.0, "pass_at_k": 0.0},
+        {"kind": "evaluation", "step": len(norms), "mode": "sampled", "success": 0.25, "pass_at_k": 0.5},
+        {"kind": "evaluation", "step": len(norms), "mode": "greedy", "success": 0.75, "pass_at_k": 0.75},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -42,7 +42,7 @@ def point_figure(
 
     Args:
         path: of the PNG; the SVG goes beside it.
-        panels: title -> label -> (x, values over seeds): their mean and its 95 % interval.
+        panels: title -> label -> (x, shares over seeds): their mean and its 95 % interval.
         xlabel, ylabel: of every panel; x has a log axis.
     """
     figure, axes = _panels(len(panels), columns)
@@ -61,6 +61,11 @@ def point_figure(
                 capsize=2,
             )
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log")
+        ticks = sorted({at for points in lines.values() for at, _ in points})
+        axis.set_xticks(ticks, [f"{at:g}" for at in ticks])
+        axis.minorticks_off()
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, 0.0), min(high, 1.0))
         axis.legend(fontsize="x-small")
     _save(figure, path)
 

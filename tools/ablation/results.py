@@ -48,9 +48,9 @@ def read_run(path: Path) -> Run:
                     run.returns.setdefault(agent, []).append(metrics["return_mean"])
         elif line["kind"] == "evaluation" and line["step"] > 0:
             if line["mode"] == "greedy":
-                run.greedy = line["exact_match"]
+                run.greedy = line["success"]
             else:
-                run.exact_match, run.pass_at_k = line["exact_match"], line["pass_at_k"]
+                run.exact_match, run.pass_at_k = line["success"], line["pass_at_k"]
     return run
 
 

@@ -1,0 +1,178 @@
+"""What the log keeps of a step."""
+
+from typing import Any, Iterable, Optional
+
+import torch
+
+from megatron_drmas.algorithm.agent_statistics import agent_statistics
+from megatron_drmas.algorithm.scores import row_scores
+from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.observability.health import WHAT, count_causes, count_step, share
+from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnRecord, plain
+from megatron_drmas.batch import TurnBatch
+from megatron_drmas.rollout.collate import collate
+from megatron_drmas.rollout.tokenizer import ChatTokenizer
+from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
+
+ZERO = 1e-6  # an advantage that is no larger teaches nothing
+
+
+def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int) -> StepRecord:
+    """The record of a training step.
+
+    Args:
+        step: counted from 1.
+        trajectories: all of the step's.
+        batch: their rows, with advantages.
+        metrics: of the actors, by policy; of several updates in a step, as `algorithm.update_metrics.merge_metrics` merges them.
+        tokens_generated: response tokens that the engines returned.
+    """
+    finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    # What the team earns on the questions as they come, those included that dynamic sampling replaced for want of signal.
+    drawn = [trajectory for trajectory in trajectories if trajectory.failure in (None, NO_SIGNAL)]
+    agents = {
+        name: _agent_metrics(batch, index, len(finished)) | statistics
+        for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
+    }
+    health = count_step(trajectories, _zero_advantages(batch))
+    for kind in WHAT:
+        for name, count in health[kind]["agents"].items():
+            agents[name][f"{kind}_rate"] = share(count)
+    policies = {}
+    for policy, values in metrics.items():
+        policies[policy] = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        for index, of_agent in values.get("agents", {}).items():
+            agents[batch.agents[index]] |= of_agent
+    return StepRecord(
+        step=step, reward=_mean(trajectory.reward for trajectory in drawn),
+        success=_mean(trajectory.success for trajectory in drawn),
+        trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
+        agents=agents, policies=policies,
+        masked=count_causes(trajectories),
+        skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
+        nonfinite={
+            policy: [batch.agents[index] for index in values["nonfinite_agents"]]
+            for policy, values in metrics.items() if values["nonfinite_agents"]
+        },
+        health=health,
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
+    """Of every agent, its rows without an advantage and all of those that learn."""
+    zero = batch.advantages[batch.response_offsets[:-1]].abs() <= ZERO
+    counts = {}
+    for index, name in enumerate(batch.agents):
+        rows = (batch.agent == index) & batch.trainable
+        counts[name] = [int((zero & rows).sum()), int(rows.sum())]
+    return counts
+
+
+def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str, float]:
+    rows = batch.select(batch.agent == agent)
+    if not len(rows):
+        return {"calls_per_trajectory": 0.0}
+    advantages = rows.advantages[rows.response_offsets[:-1]]
+    return {
+        "reward": rows.reward.double().mean().item(),
+        "own_reward": rows.turn_reward.double().mean().item(),
+        "advantage_mean": advantages.mean().item(),
+        "advantage_std": advantages.std(correction=0).item(),
+        "response_length": rows.response_lengths.to(torch.float32).mean().item(),
+        "calls_per_trajectory": len(rows) / trajectories,
+    }
+
+
+def merge_stages(stages: list[tuple[list[Trajectory], TurnBatch]]) -> tuple[list[Trajectory], TurnBatch]:
+    """All trajectories of a step and their rows; with `algorithm.sequential` every agent's update had its own.
+
+    Args:
+        stages: trajectories and their rows with advantages, as each update had them; groups are numbered through.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    merged: list[Trajectory] = []
+    for trajectories, _ in stages:
+        groups = max((trajectory.group for trajectory in merged), default=-1) + 1
+        for trajectory in trajectories:
+            trajectory.group += groups
+        merged += trajectories
+    batches = [batch for _, batch in stages]
+    rows = collate(merged, batches[0].agents, batches[0].policies, set())
+    rows.trainable = torch.cat([batch.trainable for batch in batches])
+    rows.advantages = torch.cat([batch.advantages for batch in batches])
+    return merged, rows
+
+
+def trajectory_records(
+    trajectories: list[Trajectory], config: RunConfig, tokenizers: dict[str, ChatTokenizer], batch: Optional[TurnBatch] = None,
+    refused: bool = False,
+) -> list[TrajectoryRecord]:
+    """What is kept of a step's or an evaluation's trajectories: as many as config.logging says, in their order.
+
+    Where that is not all, the first of each failure's cause comes first, and the others are spread over the questions.
+
+    Args:
+        tokenizers: by policy; they turn prompts back into text.
+        batch: of a training step, the rows of all its trajectories that are not masked, with advantages.
+        refused: they are of a training step that has no rows.
+    """
+    settings = config.logging
+    most = settings.trajectories_per_evaluation if batch is None and not refused else settings.trajectories_per_step
+    scores = None if batch is None else row_scores(batch, config.algorithm).tolist()
+    places = [] if batch is None else zip(batch.trajectory.tolist(), batch.turn.tolist())
+    row_of = {place: row for row, place in enumerate(places)}
+
+    def turn_record(number: int, turn: Turn) -> TurnRecord:
+        record = TurnRecord(
+            agent=turn.agent, policy=turn.policy, index=turn.index,
+            prompt=tokenizers[turn.policy].prompt_text(turn.prompt_ids), response=turn.text, content=turn.content, valid=turn.valid,
+            finish_reason=turn.finish_reason, prompt_tokens=len(turn.prompt_ids), response_tokens=len(turn.token_ids),
+            max_response_tokens=turn.limit, weight_version=turn.weight_version, reward=turn.reward,
+            logprob_mean=sum(turn.logprobs) / len(turn.logprobs), logprob_min=min(turn.logprobs),
+        )
+        row = row_of.get((number, turn.index))
+        if row is not None:
+            record.trained, record.score = bool(batch.trainable[row]), scores[row]
+            record.advantage = batch.advantages[batch.response_offsets[row]].item()
+        if settings.token_ids:
+            record.prompt_ids, record.response_ids, record.logprobs = turn.prompt_ids, turn.token_ids, turn.logprobs
+        return record
+
+    def record(number: int) -> TrajectoryRecord:
+        trajectory = trajectories[number]
+        question, outcome = trajectory.question, trajectory.outcome
+        return TrajectoryRecord(
+            question_id=question.id, question=question.text, source=question.data_source, group=trajectory.group,
+            sample=trajectory.sample, expected=list(question.answers), answer=outcome.answer if outcome else None,
+            reward=trajectory.reward, success=trajectory.success,
+            turns=[turn_record(number, turn) for turn in trajectory.turns], role_rewards=trajectory.role_rewards,
+            info={key: _loggable(value) for key, value in outcome.info.items()} if outcome else {},
+            masked=trajectory.failure and f"{trajectory.failure}: {trajectory.failure_detail}",
+        )
+
+    return [record(number) for number in chosen(trajectories, most)]
+
+
+def chosen(trajectories: list[Trajectory], most: Optional[int]) -> list[int]:
+    """Positions of the trajectories that are kept; None: all."""
+    if most is None or most >= len(trajectories):
+        return list(range(len(trajectories)))
+    first_of: dict[str, int] = {}
+    for number, trajectory in enumerate(trajectories):
+        if trajectory.failure is not None:
+            first_of.setdefault(trajectory.failure, number)
+    spread = (number * len(trajectories) // most for number in range(most))
+    return sorted(list(dict.fromkeys([*first_of.values(), *spread]))[:most])
+
+
+def _loggable(value: Any) -> Any:
+    try:
+        return plain(value)
+    except TypeError:
+        return repr(value)
