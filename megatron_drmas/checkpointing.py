@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Awaitable, Callable, Optional
 
-from megatron_drmas.cluster.process import ServiceFailure
+from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.grading import GraderError

@@ -22,14 +22,14 @@ from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.ray_start import check_ray
 from megatron_drmas.validate_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
-from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
-from megatron_drmas.team.workflow import WORKFLOWS, workflow_options
+from megatron_drmas.team.workflow import WORKFLOWS
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -243,7 +243,7 @@ def _check_health(config: HealthConfig) -> None:
 def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
-    workflow_options(config.team.workflow.name, workflow.Options, config.team.workflow.options)
+    typed_options("team.workflow.options", f"workflow {config.team.workflow.name!r}", workflow.Options, config.team.workflow.options)
     agents = config.team.agents
     if config.team.workflow.max_turns < workflow.min_turns:
         problem = f"leaves an agent of workflow {config.team.workflow.name!r} without a call"
@@ -253,27 +253,33 @@ def _check_team(config: RunConfig) -> None:
         raise ConfigError("algorithm.reward.verdict", config.algorithm.reward.verdict, problem, "set it to 0")
     if not config.policies:
         raise ConfigError("policies", None, "is empty", "define at least one policy")
-    for name in workflow.agents:
-        if name not in agents:
-            raise ConfigError(f"team.agents.{name}", None, f"is missing, and workflow {config.team.workflow.name!r} calls it", "define it")
+    roles = {name: agent.role or name for name, agent in agents.items()}
+    for role in workflow.agents:
+        if role not in roles.values():
+            problem = f"is missing, and workflow {config.team.workflow.name!r} calls it"
+            raise ConfigError(f"team.agents.{role}", None, problem, f"define it, or give another agent role={role}")
+        if list(roles.values()).count(role) > 1:
+            names = [name for name in roles if roles[name] == role]
+            raise ConfigError(f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own")
     for name, agent in agents.items():
         key = f"team.agents.{name}"
-        if name not in workflow.agents:
-            raise ConfigError(key, None, f"is never called by workflow {config.team.workflow.name!r}", f"its agents: {', '.join(workflow.agents)}")
+        role = roles[name]
+        if role not in workflow.agents:
+            raise ConfigError(key, None, f"is never called by workflow {config.team.workflow.name!r}", f"its roles: {', '.join(workflow.agents)}")
         if agent.policy not in config.policies:
             raise ConfigError(f"{key}.policy", agent.policy, "no such policy", f"choose one of: {', '.join(config.policies)}")
         _choice(f"{key}.parser", agent.parser, PARSERS)
-        needed = workflow.parsers.get(name, agent.parser)
+        needed = workflow.parsers.get(role, agent.parser)
         if agent.parser != needed:
             raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
-        if agent.parser == "tags" and name in workflow.answering:
+        if agent.parser == "tags" and role in workflow.answering:
             problem = "gives a list, and the environment grades one answer"
             raise ConfigError(f"{key}.parser", agent.parser, problem, "use boxed, tag or text")
         if agent.tag == "think":
             raise ConfigError(f"{key}.tag", agent.tag, "marks reasoning, which no parser reads", "choose another tag")
         if agent.parser in ("tag", "tags") and not agent.tag:
             raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
-        words = workflow.verdicts.get(name, ())
+        words = workflow.verdicts.get(role, ())
         if not set(words) <= set(agent.choices):
             problem = f"workflow {config.team.workflow.name!r} reads the verdicts {' and '.join(map(repr, words))}"
             raise ConfigError(f"{key}.choices", list(agent.choices), problem, "list both, as they are spelled")
@@ -283,11 +289,11 @@ def _check_team(config: RunConfig) -> None:
             _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:
             compile_prompt(agent.prompt)
-            unknown = prompt_variables(agent.prompt) - set(workflow.agents[name])
+            unknown = prompt_variables(agent.prompt) - set(workflow.agents[role])
         except TemplateError as error:
             raise ConfigError(f"{key}.prompt", None, f"is not a Jinja template: {error}", "correct it") from error
         if unknown:
-            given = ", ".join(workflow.agents[name])
+            given = ", ".join(workflow.agents[role])
             raise ConfigError(f"{key}.prompt", None, f"uses {', '.join(sorted(unknown))}, which nothing sets", f"the workflow gives it: {given}")
     for name in config.policies:
         if all(agent.policy != name for agent in agents.values()):
@@ -339,27 +345,14 @@ def _longest(policy: str, config: RunConfig) -> int:
 
 def _check_environment(config: RunConfig, files: bool) -> None:
     _choice("environment.name", config.environment.name, ENVIRONMENTS)
-    if not WORKFLOWS[config.team.workflow.name].needs_retrieval:
-        return
-    if config.environment.name != "search":
-        raise ConfigError("environment.name", config.environment.name, f"workflow {config.team.workflow.name!r} retrieves", "use search")
-    retrieval = config.environment.retrieval
-    if not retrieval.url and not retrieval.corpus:
-        raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
-    if retrieval.topk > MAX_TOPK:
-        raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
-    if retrieval.url and retrieval.encoder:
-        problem = "the server at url ranks as it was started to"
-        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, problem, "leave one of the two out")
-    if files and retrieval.encoder and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json")):
-        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder")
-    if files and not retrieval.url:
-        try:
-            check_corpus(retrieval.corpus)
-        except CorpusError as error:
-            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
-        except OSError as error:
-            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}') from error
+    environment, workflow = ENVIRONMENTS[config.environment.name], WORKFLOWS[config.team.workflow.name]
+    for name in workflow.tools:
+        if name not in environment.tools():
+            able = [other for other, each in ENVIRONMENTS.items() if set(workflow.tools) <= each.tools().keys()]
+            problem = f"has no tool {name!r}, which workflow {config.team.workflow.name!r} calls"
+            remedy = f"use {' or '.join(able)}" if able else "register the tool"
+            raise ConfigError("environment.name", config.environment.name, problem, remedy)
+    environment.check_config(config.environment, workflow.tools, files)
 
 
 def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunConfig) -> None:

@@ -6,18 +6,23 @@ rendered with the variables that the workflow really gives it.
 
 import asyncio
 import logging
+import traceback
 from collections import Counter, defaultdict
-from typing import Any, Awaitable, Iterable, Optional
+from pathlib import Path
+from typing import Any, Awaitable, Iterable, Optional, get_origin
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import Question
+from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.rollout.tokenizer import EXPRESSION_ERRORS, ChatError, ChatTokenizer
 from megatron_drmas.team.team import Agent, Team
-from megatron_drmas.team.trajectory import Outcome, Turn
+from megatron_drmas.team.tool import Tool
+from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure, Turn
 
 logger = logging.getLogger(__name__)
 MOST_CALLS = 64  # of a rehearsal
+MADE_UP = {list: ["1"], dict: {}, bool: False, int: 1, float: 1.0, type(None): None}  # results of tools; others return "1"
 
 
 def check_templates(config: RunConfig) -> None:
@@ -29,7 +34,7 @@ def check_templates(config: RunConfig) -> None:
     """
     team = Team.from_config(config.team)
     chats = {name: load_chat(f"policies.{name}", policy) for name, policy in config.policies.items()}
-    for agent, prompts in rehearse(team).items():
+    for agent, prompts in rehearse(team, ENVIRONMENTS[config.environment.name].tools()).items():
         role = team.agents[agent]
         lengths = []
         for messages in prompts:
@@ -71,20 +76,29 @@ def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
     return chat
 
 
-def rehearse(team: Team) -> dict[str, list[list[dict[str, str]]]]:
+def rehearse(team: Team, tools: dict[str, Tool]) -> dict[str, list[list[dict[str, str]]]]:
     """The messages of every call that a workflow makes: with agents who take their first choice, with agents who take their
     last, with agents who take their last at first, and with agents nobody understands.
 
+    Args:
+        tools: of the environment, by name.
+
     Raises:
-        ConfigError: a prompt cannot be rendered with its variables.
+        ConfigError: a prompt cannot be rendered with its variables, or the workflow raises.
     """
     prompts: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
     for choices in ([0], [-1], [-1, 0], []):
-        context = _Rehearsal(team, choices, prompts)
+        context = _Rehearsal(team, tools, choices, prompts)
         try:
             asyncio.run(team.workflow.run(context, Question("rehearsal", "?", ("?",))))
-        except _Enough:
+        except (_Enough, TrajectoryFailure):
             pass
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"raised {type(error).__name__}: {error} ({Path(at.filename).name} line {at.lineno}) with made-up outputs"
+            raise ConfigError("team.workflow.name", team.workflow.config.name, problem, "correct the workflow") from error
     return prompts
 
 
@@ -97,40 +111,42 @@ class _Rehearsal:
 
     rewards_turns = True
 
-    def __init__(self, team: Team, choices: list[int], prompts: dict[str, list[list[dict[str, str]]]]):
-        self._team, self._choices, self._prompts = team, choices, prompts
+    def __init__(self, team: Team, tools: dict[str, Tool], choices: list[int], prompts: dict[str, list[list[dict[str, str]]]]):
+        self._team, self._tools, self._choices, self._prompts = team, tools, choices, prompts
         self._calls: Counter = Counter()
 
-    async def call(self, agent: str, **variables: Any) -> Turn:
+    async def call(self, role: str, **variables: Any) -> Turn:
         if self._calls.total() == MOST_CALLS:
             raise _Enough
-        role = self._team.agents[agent]
+        agent = self._team.of_role(role)
         try:
-            messages = role.messages(**variables)
+            messages = agent.messages(**variables)
         except EXPRESSION_ERRORS as error:
-            raise ConfigError(f"team.agents.{agent}.prompt", None, f"cannot be rendered: {error}", "correct it") from error
-        self._prompts[agent].append(messages)
-        text, index = self._output(role), self._calls.total()
-        self._calls[agent] += 1
+            raise ConfigError(f"team.agents.{agent.name}.prompt", None, f"cannot be rendered: {error}", "correct it") from error
+        self._prompts[agent.name].append(messages)
+        text, index = self._output(agent), self._calls.total()
+        self._calls[agent.name] += 1
         return Turn(
-            agent=agent, policy=role.config.policy, index=index, messages=messages, prompt_ids=[0], token_ids=[0], logprobs=[0.0],
-            limit=1, finish_reason="stop", weight_version=0, text=text, content=role.parse(text),
+            agent=agent.name, policy=agent.config.policy, index=index, messages=messages, prompt_ids=[0], token_ids=[0], logprobs=[0.0],
+            limit=1, finish_reason="stop", weight_version=0, text=text, content=agent.parse(text),
         )
 
     async def together(self, calls: Iterable[Awaitable[Turn]]) -> list[Turn]:
         return [await call for call in calls]
 
-    async def retrieve(self, query: str) -> list[str]:
-        return ["passage"]
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """Something of the type that the tool says it returns."""
+        kind = self._tools[name].result
+        return MADE_UP.get(get_origin(kind) or kind, "1")
 
     async def grade(self, answer: Optional[str]) -> float:
         return 0.0
 
-    async def reward(self, outcome: Outcome) -> float:
+    def chance(self, name: str) -> float:
         return 0.0
 
-    def supports(self, passages: list[str]) -> bool:
-        return False
+    async def reward(self, outcome: Outcome) -> float:
+        return 0.0
 
     def _output(self, agent: Agent) -> str:
         if not self._choices:

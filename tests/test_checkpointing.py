@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_drmas.checkpointing import MAY_CHANGE, OF_A_POLICY, Checkpoints, Saver
-from megatron_drmas.cluster.process import ProcessFailure, ServiceFailure
+from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config, to_dict
 from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
 

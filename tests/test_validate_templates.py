@@ -8,6 +8,7 @@ import pytest
 
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from megatron_drmas import sft
+from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.validate_templates import rehearse
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
@@ -96,7 +97,7 @@ def test_a_control_token_in_a_prompt_of_the_recipe_is_said(team_dir, caplog):
 ])
 def test_a_rehearsal_hears_every_agent_with_and_without_history(recipe, team):
     config = compose_config(recipe, [f"team={team}"])
-    prompts = rehearse(Team.from_config(config.team))
+    prompts = rehearse(Team.from_config(config.team), ENVIRONMENTS[config.environment.name].tools())
     assert prompts.keys() == config.team.agents.keys()
     if team in ("search_tiny", "math", "math_eval_opt"):
         assert all(len({str(messages) for messages in heard}) > 1 for heard in prompts.values())

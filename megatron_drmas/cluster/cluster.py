@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Optional
 
@@ -15,11 +14,10 @@ from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.ray_start import RaySession
-from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.concurrency import together
-from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
+from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
-from megatron_drmas.environments.base import ENVIRONMENTS, Environment
+from megatron_drmas.environments.base import ENVIRONMENTS, Environment, Place, ServiceFailure
 from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
@@ -28,7 +26,7 @@ from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
-FAILURES = (ProcessFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
+FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
 
 Phase = Callable[[str], ContextManager[Any]]
 
@@ -42,7 +40,7 @@ def _say_restart(cause: str, detail: str) -> None:
 
 
 class Cluster:
-    """The actors and engines of every policy, the retrieval server, and the collector over them.
+    """The actors and engines of every policy, the environment, and the collector over them.
 
     An asynchronous context manager; whatever it started ends with it.
 
@@ -83,17 +81,17 @@ class Cluster:
         config = self.config
         device = resolve_device(config)
         placement = place(config, device)
-        retrieval: Optional[RetrievalService] = None
-        if config.environment.retrieval.corpus and not config.environment.retrieval.url:
-            retrieval = RetrievalService(
-                config.environment.retrieval, self.run_dir / "logs" / "retrieval.log", config.cluster.start_timeout_s, self._restarted,
-            )
-            self._stack.callback(retrieval.stop)
-        else:  # whatever it relies on is there already, or is missed before anything has started
-            environment = await self._enter(config.environment)
+        logs = self.run_dir / "logs"
+        environment = ENVIRONMENTS[config.environment.name](
+            config.environment, Place(logs, config.cluster.start_timeout_s, self._restarted)
+        )
+        self._stack.callback(environment.end)
+        begun = environment.begin()
+        if not begun:  # what it relies on is there already, or is missed before anything else has started
+            await self._enter(environment)
         with self._phase("start Ray"):
             processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
-            session = RaySession(processes, config.cluster.start_timeout_s, self.run_dir / "logs")
+            session = RaySession(processes, config.cluster.start_timeout_s, logs)
             self._stack.callback(session.stop)
             await session.start()
             bundles = await _reserve(config, device)
@@ -101,27 +99,24 @@ class Cluster:
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
                 name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name],
-                bundles, self.run_dir / "logs",
+                bundles, logs,
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
             await together(policy.start() for policy in self.policies.values())
-        if retrieval is not None:
-            url = await retrieval.ready()
-            environment = await self._enter(replace(config.environment, retrieval=replace(config.environment.retrieval, url=url)))
-            environment.recover = retrieval.recover
+        if begun:
+            await self._enter(environment)
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
         self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
 
-    async def _enter(self, config: EnvironmentConfig) -> Environment:
-        environment = await self._stack.enter_async_context(ENVIRONMENTS[config.name](config))
+    async def _enter(self, environment: Environment) -> None:
+        await self._stack.enter_async_context(environment)
         found = await environment.check()
-        if found and self.config.environment.retrieval.url:  # somebody else's server
+        if found:
             self._note(found)
-        return environment
 
     @property
     def trainable(self) -> dict[str, PolicyRuntime]:

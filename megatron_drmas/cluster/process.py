@@ -18,10 +18,6 @@ class ProcessFailure(RuntimeError):
     """A process of the run died, raised, or did not answer in time."""
 
 
-class ServiceFailure(ProcessFailure):
-    """A service that trajectories rely on is gone for good; the policies are as they were."""
-
-
 class RemoteProcess(Generic[T]):
     """An object of class T in a process of its own, somewhere in the Ray cluster.
 

@@ -5,19 +5,14 @@ This module imports nothing heavy: the environment of torch, Megatron and vLLM i
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
-import signal
 import socket
-import sys
 import traceback
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
 from megatron_drmas.config.plugins import import_plugins_of_process
-
-PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -100,9 +95,3 @@ def _logged() -> Iterator[None]:
     except Exception:
         traceback.print_exc()
         raise
-
-
-def die_with_parent() -> None:
-    """For `subprocess.Popen(preexec_fn=…)`: the child is killed when the driver ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

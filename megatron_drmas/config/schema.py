@@ -98,6 +98,7 @@ class AgentConfig:
     """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
 
     policy: str = MISSING
+    role: Optional[str] = None  # what the workflow calls it by; none: its own name
     system: Optional[str] = None  # system message
     prompt: str = MISSING  # Jinja template of the user message; the workflow's docstring lists its variables
     parser: str = "tag"  # registered in megatron_drmas.team.parsing: tag | tags | boxed | text
@@ -153,6 +154,7 @@ class GraderConfig:
 class EnvironmentConfig:
     name: str = MISSING  # a name registered in megatron_drmas.environments
     normalization: str = "squad"  # squad | unicode: what exact match ignores; see megatron_drmas.environments.exact_match
+    options: dict[str, Any] = field(default_factory=dict)  # of a plug-in's environment: those that its class declares as `Options`
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     grader: GraderConfig = field(default_factory=GraderConfig)
 

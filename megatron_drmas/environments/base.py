@@ -1,32 +1,98 @@
 """The interface of an environment: the tools a workflow may use and the return of its outcome."""
 
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Awaitable, Callable, Optional
+from typing import Any, Callable, Optional
 
+from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
+from megatron_drmas.team.tool import TOOLS, Tool, tools_of
 from megatron_drmas.team.trajectory import Outcome
 
 
-class Environment:
-    """Asynchronous context manager; everything that can block runs off the event loop, with a time limit.
+class ServiceFailure(RuntimeError):
+    """A service that trajectories rely on is gone for good; the policies are as they were."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an environment runs.
 
     Attributes:
-        recover: set where the run itself serves what the environment retrieves from; brings that server back, given its
-            address, what happened, and whether it has let a query wait too long.  Returns its address, another one if it had
-            to be started again; what it raises ends the run.
+        logs: folder for the log files of its services.
+        start_timeout_s: how long a service may take to answer.
+        restarted: is told which service is started again, and why.
     """
 
-    recover: Optional[Callable[[str, str, bool], Awaitable[str]]] = None
+    logs: Path = Path("logs")
+    start_timeout_s: float = 60.0
+    restarted: Callable[[str, str], None] = lambda service, problem: None
 
-    def __init__(self, config: EnvironmentConfig):
+
+class Environment:
+    """A task: its tools, its services and the reward.  An asynchronous context manager.
+
+    Everything that can block runs off the event loop, with a time limit.  Methods marked with `team.tool.tool` are the tools
+    that it brings.
+
+    Class attributes:
+        Options: a dataclass with a typed default for each setting of `environment.options`.
+
+    Attributes:
+        options: an instance of it.
+    """
+
+    Options: type = NoOptions
+
+    def __init__(self, config: EnvironmentConfig, place: Place = Place()):
         self.config = config
+        self.place = place
+        self.options = typed_options("environment.options", f"environment {config.name!r}", self.Options, config.options)
+
+    @classmethod
+    def tools(cls) -> dict[str, Tool]:
+        """Every tool that a workflow in this environment may name: the registered ones and its own, unbound."""
+        return TOOLS | tools_of(cls)
+
+    @classmethod
+    def check_config(cls, config: EnvironmentConfig, tools: tuple[str, ...], files: bool) -> None:
+        """Check what can be checked before anything starts.
+
+        Args:
+            tools: that the workflow calls.
+            files: also look at the files that the configuration names.
+
+        Raises:
+            ConfigError: the first setting that cannot work.
+        """
+        typed_options("environment.options", f"environment {config.name!r}", cls.Options, config.options)
+
+    def begin(self) -> bool:
+        """Start the services that the environment runs itself, without waiting for them; whether there are any."""
+        return False
+
+    def end(self) -> None:
+        """End what `begin` started."""
 
     async def __aenter__(self) -> "Environment":
         return self
 
     async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
         return None
+
+    async def call_tool(self, name: str, question: Question, arguments: dict[str, Any]) -> Any:
+        """What a tool returns for a trajectory on `question`.
+
+        Raises:
+            TypeError: the workflow calls it with arguments that it does not take.
+            TrajectoryFailure: it failed, or did not end in time.
+        """
+        found = self.tools()[name]
+        own = getattr(found.function, "__dict__", {}).get("tool") is found
+        bound = replace(found, function=found.function.__get__(self)) if own else found
+        return await bound.call(question, arguments)
 
     async def check(self) -> Optional[str]:
         """Try what the environment relies on; called once, when the environment has been entered.
@@ -37,18 +103,6 @@ class Environment:
         Raises:
             ConfigError: names the setting under which it cannot be reached or does not answer.
         """
-
-    async def retrieve(self, query: str) -> list[str]:
-        """Passages for a query.
-
-        Raises:
-            TrajectoryFailure: the server failed or timed out.
-        """
-        raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
-
-    def supports(self, question: Question, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any of the passages."""
-        raise TypeError(f"environment {self.config.name!r} has no retrieval; a search workflow needs environment.name=search")
 
     async def reward(self, question: Question, outcome: Outcome) -> float:
         """The return of a trajectory: any finite number.  One that is not finite masks the trajectory (cause `reward`).

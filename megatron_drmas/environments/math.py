@@ -5,7 +5,7 @@ from typing import Optional
 
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.base import Environment, register_environment
+from megatron_drmas.environments.base import Environment, Place, register_environment
 from megatron_drmas.environments.grading import Grader
 from megatron_drmas.team.trajectory import Outcome
 
@@ -18,8 +18,8 @@ class MathEnvironment(Environment):
     as wrong.
     """
 
-    def __init__(self, config: EnvironmentConfig):
-        super().__init__(config)
+    def __init__(self, config: EnvironmentConfig, place: Place = Place()):
+        super().__init__(config, place)
         self._grader = Grader(config.grader.workers, config.grader.timeout_s, config.grader.memory_mib)
 
     async def __aenter__(self) -> "MathEnvironment":

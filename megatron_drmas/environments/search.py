@@ -3,16 +3,18 @@
 import asyncio
 import json
 from types import TracebackType
-from typing import Optional
+from typing import Awaitable, Callable, Optional
 
 import aiohttp
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.base import Environment, register_environment
+from megatron_drmas.environments.base import Environment, Place, register_environment
 from megatron_drmas.environments.exact_match import exact_match, normalise_answer
 from megatron_drmas.environments.retrieval_protocol import DIALECTS, endpoint, read_answer
+from megatron_drmas.environments.retrieval_service import RetrievalService, check_retrieval
+from megatron_drmas.team.tool import tool
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
 MOST_QUERIES = 64  # in one request
@@ -44,11 +46,13 @@ class SearchEnvironment(Environment):
     """Retrieval over HTTP (`megatron_drmas.environments.retrieval_protocol`) and exact match on the Answer agent's own output.
 
     A server that does not answer is asked again until `environment.retrieval.timeout_s` have passed; then the query is its
-    trajectory's failure.  The run's own server is started again by `recover` instead, and asked again, so that no query fails.
+    trajectory's failure.  The server that it runs itself is started again instead, and asked again, so that no query fails.
     """
 
-    def __init__(self, config: EnvironmentConfig):
-        super().__init__(config)
+    def __init__(self, config: EnvironmentConfig, place: Place = Place()):
+        super().__init__(config, place)
+        self._service: Optional[RetrievalService] = None
+        self.recover: Optional[Callable[[str, str, bool], Awaitable[str]]] = None  # brings back a server of the run's own
         self._url = config.retrieval.url
         self._dialect = DIALECTS[0]
         self._session: Optional[aiohttp.ClientSession] = None
@@ -56,7 +60,27 @@ class SearchEnvironment(Environment):
         self._waiting: list[tuple[str, asyncio.Future]] = []  # queries of this turn of the event loop
         self._tasks: set[asyncio.Task] = set()
 
+    @classmethod
+    def check_config(cls, config: EnvironmentConfig, tools: tuple[str, ...], files: bool) -> None:
+        super().check_config(config, tools, files)
+        if "search" in tools:
+            check_retrieval(config.retrieval, files)
+
+    def begin(self) -> bool:
+        if self._url or not self.config.retrieval.corpus:
+            return False
+        log = self.place.logs / "retrieval.log"
+        self._service = RetrievalService(self.config.retrieval, log, self.place.start_timeout_s, self.place.restarted)
+        self.recover = self._service.recover
+        return True
+
+    def end(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+
     async def __aenter__(self) -> "SearchEnvironment":
+        if self._service is not None:
+            self._url = await self._service.ready()
         if self._url:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
         return self
@@ -83,17 +107,21 @@ class SearchEnvironment(Environment):
         for self._dialect in DIALECTS:
             try:
                 await self._ask(["check", "who"] if self._dialect.many else ["check"], settings.timeout_s)
-                return f"retrieval at {endpoint(settings.url)}: {self._dialect}"
+                return f"retrieval at {endpoint(self._url)}: {self._dialect}" if self._service is None else None
             except _Refused as refusal:
                 problems.append(refusal)
             except _Unavailable as error:
                 problems.append(error)
                 break
         problem = f"a query for topk={settings.topk} passages failed: {problems[0]}"
-        raise ConfigError("environment.retrieval.url", settings.url, problem, "start the server there, or correct url or topk") from problems[0]
+        raise ConfigError("environment.retrieval.url", self._url, problem, "start the server there, or correct url or topk") from problems[0]
 
+    @tool("search", timeout_s=None, cause="retrieval")
     async def retrieve(self, query: str) -> list[str]:
-        """Passages for a query; queries made in one turn of the event loop travel together."""
+        """Passages for a query, in the order in which a prompt shows them.
+
+        Queries made in one turn of the event loop travel together.
+        """
         if self._session is None:
             raise TypeError("environment.retrieval.url is not set: no retrieval server serves this run")
         loop = asyncio.get_running_loop()
@@ -185,6 +213,11 @@ class SearchEnvironment(Environment):
         except ValueError as error:
             raise _Refused(f"{url}: {error}") from error
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers
+
+    @tool("supports", timeout_s=None)
+    async def _supports(self, passages: list[str], question: Question) -> bool:
+        """Whether an accepted answer stands in any of the passages."""
+        return self.supports(question, passages)
 
     def supports(self, question: Question, passages: list[str]) -> bool:
         """Whether an accepted answer stands in any passage as whole words; "yes", "no" and articles stand in too many to count."""

@@ -20,7 +20,7 @@ from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
-from megatron_drmas.team.team import Team
+from megatron_drmas.team.team import Agent, Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
 PROMPT_END = 16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
@@ -153,13 +153,13 @@ class _TrajectoryContext:
         self._calls = 0
         self._grades: dict[Optional[str], float] = {}
 
-    async def call(self, agent: str, **variables: Any) -> Turn:
+    async def call(self, role: str, **variables: Any) -> Turn:
         """Prompt, sample, parse, and append the turn; its seed depends on its place in the run alone."""
-        role = self._collector.team.agents[agent]
-        policy = role.config.policy
+        agent = self._collector.team.of_role(role)
+        policy = agent.config.policy
         tokenizer = self._collector.tokenizers[policy]
         messages, prompt_ids = self._prompt(agent, variables)
-        limit = role.config.max_response_tokens or self._collector.config.max_response_tokens
+        limit = agent.config.max_response_tokens or self._collector.config.max_response_tokens
         index, self._calls = self._calls, self._calls + 1
         seed = call_seed(
             self._collector.seed, self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample, index,
@@ -170,13 +170,13 @@ class _TrajectoryContext:
         self._collector.next_round()
         sample = await response
         if sample.error is None and not all(map(math.isfinite, sample.logprobs)):
-            raise TrajectoryFailure("engine", f"log-probabilities of {agent!r} are not finite")
+            raise TrajectoryFailure("engine", f"log-probabilities of {agent.name!r} are not finite")
         if sample.error is not None or not sample.token_ids:
-            raise TrajectoryFailure("engine", sample.error or f"empty response of {agent!r}")
+            raise TrajectoryFailure("engine", sample.error or f"empty response of {agent.name!r}")
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
-            agent, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
-            sample.weight_version, text, role.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
+            agent.name, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
+            sample.weight_version, text, agent.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
         )
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
@@ -203,10 +203,12 @@ class _TrajectoryContext:
                 raise result
         return results
 
-    async def retrieve(self, query: str) -> list[str]:
-        passages = await self._collector.environment.retrieve(query)
-        self._trajectory.found.append(len(passages))
-        return passages
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """Call a tool of the environment; how many results a list has is kept for the health rule."""
+        result = await self._collector.environment.call_tool(name, self._trajectory.question, arguments)
+        if isinstance(result, list):
+            self._trajectory.found.append(len(result))
+        return result
 
     async def grade(self, answer: Optional[str]) -> float:
         return await self.reward(Outcome(answer))
@@ -226,18 +228,14 @@ class _TrajectoryContext:
         place = (self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample)
         return call_seed(self._collector.seed, *place, "chance", name) / 2**31
 
-    def supports(self, passages: list[str]) -> bool:
-        return self._collector.environment.supports(self._trajectory.question, passages)
-
-    def _prompt(self, agent: str, variables: dict[str, Any]) -> tuple[list[dict[str, str]], list[int]]:
-        role = self._collector.team.agents[agent]
+    def _prompt(self, agent: Agent, variables: dict[str, Any]) -> tuple[list[dict[str, str]], list[int]]:
         limit = self._collector.config.max_prompt_tokens
         while True:
-            messages = role.messages(**variables)
-            prompt_ids = self._collector.tokenizers[role.config.policy].prompt_ids(messages)
+            messages = agent.messages(**variables)
+            prompt_ids = self._collector.tokenizers[agent.config.policy].prompt_ids(messages)
             if len(prompt_ids) <= limit:
                 return messages, prompt_ids
             history: Optional[list] = variables.get("history")
             if not history:
-                raise TrajectoryFailure("prompt_too_long", f"prompt of {agent!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}")
+                raise TrajectoryFailure("prompt_too_long", f"prompt of {agent.name!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}")
             variables = {**variables, "history": history[1:]}

@@ -41,6 +41,10 @@ class Team:
     agents: dict[str, Agent]
     workflow: Workflow
 
+    def of_role(self, role: str) -> Agent:
+        """The agent that a workflow calls by a role."""
+        return next(agent for agent in self.agents.values() if (agent.config.role or agent.name) == role)
+
     @classmethod
     def from_config(cls, config: TeamConfig) -> "Team":
         """Build a validated configuration's team."""

@@ -1,39 +1,49 @@
-"""Tools: what a workflow can call beside its agents, and the registry of those that any environment may use.
+"""Tools: what a workflow calls beside its agents.
+
+An environment brings its own, as methods:
+
+    class Library(Environment):
+        @tool("search", timeout_s=30.0)
+        async def search(self, query: str) -> list[str]:
+            \"\"\"Passages about a query.\"\"\"
+
+and any environment can use those that are registered by themselves:
 
     @register_tool("calculator", timeout_s=1.0)
     async def calculator(expression: str) -> str:
         \"\"\"The value of an arithmetic expression.\"\"\"
 
-A workflow calls it with `await context.tool("calculator", expression="6 * 7")`.
+A workflow names the tools that it needs in `Workflow.tools` and calls one with
+`await context.tool("calculator", expression="6 * 7")`.  A function with a parameter `question` is given the trajectory's
+question there.
 """
 
 import asyncio
 import inspect
-import time
 from dataclasses import dataclass
 from typing import Any, Awaitable, Callable, Optional, get_type_hints
 
+from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 ToolFunction = Callable[..., Awaitable[Any]]
+QUESTION = "question"  # the parameter that is filled in
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A coroutine with a name, typed arguments, a time limit and a cost.
+    """A coroutine function with a name, typed arguments and a time limit.
 
     Attributes:
         name: what a workflow calls it by.
-        function: an async function; its docstring's first line describes the tool, its annotations type the arguments.
+        function: its docstring's first line describes the tool, its annotations type the arguments.
         timeout_s: seconds after which a call ends its trajectory; None: the function limits itself.
-        cost: of one call, in whatever unit the team is charged in; logged, never taken from a reward by itself.
         cause: under which a trajectory that a call ended is counted.
     """
 
     name: str
     function: ToolFunction
     timeout_s: Optional[float] = 60.0
-    cost: float = 0.0
     cause: str = "tool"
 
     def __post_init__(self):
@@ -47,32 +57,37 @@ class Tool:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The arguments by name."""
-        return dict(inspect.signature(self.function).parameters)
+        """The arguments that a workflow gives, by name."""
+        return {name: p for name, p in inspect.signature(self.function).parameters.items() if name not in ("self", QUESTION)}
 
-    async def __call__(self, arguments: dict[str, Any]) -> Any:
-        """Call it.
+    @property
+    def result(self) -> Any:
+        """The annotated type of what it returns; None without one."""
+        return get_type_hints(self.function).get("return")
+
+    async def call(self, question: Question, arguments: dict[str, Any]) -> Any:
+        """Call it for a trajectory.
 
         Raises:
             TypeError: arguments that it does not take, or of another type than it says: the workflow is at fault.
-            TrajectoryFailure: it did not end in time, or raised: the trajectory is masked out.
+            TrajectoryFailure: it did not end in time, or raised.
         """
         self._check(arguments)
-        began = time.monotonic()
+        if QUESTION in inspect.signature(self.function).parameters:
+            arguments = {**arguments, QUESTION: question}
         try:
             return await asyncio.wait_for(self.function(**arguments), self.timeout_s)
         except TrajectoryFailure:
             raise
         except asyncio.TimeoutError as error:
-            raise TrajectoryFailure(self.cause, f"tool {self.name!r} did not end in {time.monotonic() - began:.1f} s") from error
-        except Exception as error:
+            raise TrajectoryFailure(self.cause, f"tool {self.name!r} did not end in {self.timeout_s:g} s") from error
+        except (ArithmeticError, LookupError, OSError, ValueError, TypeError) as error:
             raise TrajectoryFailure(self.cause, f"tool {self.name!r} failed: {type(error).__name__}: {error}") from error
 
     def _check(self, arguments: dict[str, Any]) -> None:
-        try:
-            inspect.signature(self.function).bind(**arguments)
-        except TypeError as error:
-            raise TypeError(f"tool {self.name!r}: {error}; it takes {', '.join(self.parameters) or 'no arguments'}") from error
+        needed = {name for name, parameter in self.parameters.items() if parameter.default is inspect.Parameter.empty}
+        if needed - arguments.keys() or arguments.keys() - self.parameters.keys():
+            raise TypeError(f"tool {self.name!r} takes {', '.join(self.parameters) or 'no arguments'}, not {', '.join(arguments) or 'none'}")
         hints = get_type_hints(self.function)
         for name, value in arguments.items():
             wanted = hints.get(name)
@@ -83,13 +98,29 @@ class Tool:
 TOOLS: dict[str, Tool] = {}
 
 
-def register_tool(name: str, timeout_s: Optional[float] = 60.0, cost: float = 0.0) -> Callable[[ToolFunction], ToolFunction]:
-    """Make a coroutine function available as a tool to every environment; the arguments are `Tool`'s."""
+def register_tool(name: str, timeout_s: Optional[float] = 60.0) -> Callable[[ToolFunction], ToolFunction]:
+    """Make a coroutine function available to every environment as a tool."""
 
     def add(function: ToolFunction) -> ToolFunction:
         if name in TOOLS:
             raise ValueError(f"a tool named {name!r} exists already")
-        TOOLS[name] = Tool(name, function, timeout_s, cost)
+        TOOLS[name] = Tool(name, function, timeout_s)
         return function
 
     return add
+
+
+def tool(name: str, timeout_s: Optional[float] = 60.0, cause: str = "tool") -> Callable[[ToolFunction], ToolFunction]:
+    """Mark an environment's method as a tool; the arguments are `Tool`'s."""
+
+    def mark(method: ToolFunction) -> ToolFunction:
+        method.__dict__["tool"] = Tool(name, method, timeout_s, cause)
+        return method
+
+    return mark
+
+
+def tools_of(owner: type) -> dict[str, Tool]:
+    """The tools among a class's methods, unbound, by name."""
+    methods = [getattr(owner, attribute) for attribute in dir(owner) if not attribute.startswith("__")]
+    return {method.__dict__["tool"].name: method.__dict__["tool"] for method in methods if "tool" in getattr(method, "__dict__", {})}

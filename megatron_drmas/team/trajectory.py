@@ -60,7 +60,7 @@ class Trajectory:
     outcome: Optional[Outcome] = None
     reward: float = 0.0
     success: bool = False  # see `Environment.success`
-    found: list[int] = field(default_factory=list)  # passages of each query
+    found: list[int] = field(default_factory=list)  # results of each tool call that returned a list
     role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
     failure: Optional[str] = None  # the cause
     failure_detail: Optional[str] = None

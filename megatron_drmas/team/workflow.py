@@ -1,13 +1,8 @@
 """The interface between a workflow and whatever runs it, and the registry of workflows."""
 
-import difflib
-from dataclasses import dataclass, fields
 from typing import Any, Awaitable, Callable, Iterable, Optional, Protocol
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import WorkflowConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Outcome, Turn
@@ -23,8 +18,8 @@ class Context(Protocol):
 
     rewards_turns: bool
 
-    async def call(self, agent: str, **variables: Any) -> Turn:
-        """Let an agent speak.
+    async def call(self, role: str, **variables: Any) -> Turn:
+        """Let the agent that has a role speak.
 
         The agent's prompt template is rendered with `variables`.  If the prompt is longer than allowed, entries are
         taken from the front of the list `variables["history"]` until it fits.
@@ -40,11 +35,11 @@ class Context(Protocol):
             TrajectoryFailure: the first of them that failed, when all have ended.
         """
 
-    async def retrieve(self, query: str) -> list[str]:
-        """Passages for a query, in the order in which a prompt shows them.
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        """What one of the workflow's `tools` returns; see `megatron_drmas.team.tool`.
 
         Raises:
-            TrajectoryFailure: the retrieval server failed or timed out.
+            TrajectoryFailure: it failed, or did not end in time.
         """
 
     async def grade(self, answer: Optional[str]) -> float:
@@ -57,14 +52,6 @@ class Context(Protocol):
     def chance(self, name: str) -> float:
         """A number in [0, 1) of this trajectory and `name`, uniform over trajectories and independent of what is sampled."""
 
-    def supports(self, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any of the passages."""
-
-
-@dataclass
-class NoOptions:
-    """The options of a workflow that has none."""
-
 
 class Workflow:
     """Who speaks when.  One instance serves all trajectories, so it keeps no state of its own.
@@ -72,9 +59,9 @@ class Workflow:
     Class attributes:
         Options: a dataclass with a typed default for each setting of `team.workflow.options`; its `__post_init__` may refuse
             values with a `ConfigError`.
-        agents: the roles that the workflow calls, and the variables that it gives the template of each; the team must
-            define every one.
-        needs_retrieval: whether it calls `Context.retrieve`.
+        agents: the roles that the workflow calls, and the variables that it gives the template of each; the team must have
+            an agent for every one.
+        tools: the names of the tools that it calls, its environment's or registered ones.
         parsers: the parser of an agent whose content the workflow takes apart.
         verdicts: the agents that accept or reject, and the two words, (accept, reject), which must be among each one's `choices`.
             `run` sets `Turn.verdict` of the verdicts that the trajectory's return judges; others say nothing about it.
@@ -84,7 +71,7 @@ class Workflow:
 
     Options: type = NoOptions
     agents: dict[str, tuple[str, ...]] = {}
-    needs_retrieval: bool = False
+    tools: tuple[str, ...] = ()
     parsers: dict[str, str] = {}
     verdicts: dict[str, tuple[str, str]] = {}
     min_turns: int = 1
@@ -92,32 +79,11 @@ class Workflow:
 
     def __init__(self, config: WorkflowConfig):
         self.config = config
-        self.options = workflow_options(config.name, self.Options, config.options)
+        self.options = typed_options("team.workflow.options", f"workflow {config.name!r}", self.Options, config.options)
 
     async def run(self, context: Context, question: Question) -> Outcome:
         """Run one trajectory to its end."""
         raise TypeError(f"{type(self).__name__} does not define run")
-
-
-def workflow_options(workflow: str, declared: type, given: dict[str, Any]) -> Any:
-    """`given` as an instance of the dataclass `declared`.
-
-    Raises:
-        ConfigError: an option that the workflow does not have, or a value of the wrong type.
-    """
-    known = [field.name for field in fields(declared)]
-    for name, value in given.items():
-        key = f"team.workflow.options.{name}"
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}" if known else "it has none; remove it"
-            raise ConfigError(key, value, f"is no option of workflow {workflow!r}", remedy)
-        try:
-            OmegaConf.merge(OmegaConf.structured(declared), {name: value})
-        except OmegaConfBaseException as error:
-            wanted = next(field.type for field in fields(declared) if field.name == name)
-            raise ConfigError(key, value, "is of the wrong type", f"use {getattr(wanted, '__name__', wanted)}") from error
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(declared), given))
 
 
 WORKFLOWS: dict[str, type[Workflow]] = {}

@@ -43,7 +43,7 @@ class SearchWorkflow(Workflow):
     agents = dict.fromkeys(("verifier", "search", "answer"), ("question", "history", "turn", "max_turns"))
     verdicts = {"verifier": ("yes", "no")}
     min_turns = 2
-    needs_retrieval = True
+    tools = ("search", "supports")
     answering = ("answer",)
 
     async def run(self, context: Context, question: Question) -> Outcome:
@@ -53,7 +53,8 @@ class SearchWorkflow(Workflow):
             shown = {"question": question.text, "turn": turn, "max_turns": self.config.max_turns}
             verdict = await context.call("verifier", history=self._recent(history), **shown)
             if context.rewards_turns:
-                found = context.supports([passage for step in self._recent(history) for passage in step.passages])
+                passages = [passage for step in self._recent(history) for passage in step.passages]
+                found = await context.tool("supports", passages=passages)
                 verdict.reward = float(verdict.content == (yes if found else no))
             if verdict.content == yes:
                 verdict.verdict = 1
@@ -65,9 +66,9 @@ class SearchWorkflow(Workflow):
                 break
             query = await context.call(self.searcher(history), history=self._recent(history), **shown)
             if query.content is not None:
-                history.append(SearchStep(query.content, await context.retrieve(query.content)))
+                history.append(SearchStep(query.content, await context.tool("search", query=query.content)))
                 if context.rewards_turns:
-                    query.reward = float(context.supports(history[-1].passages))
+                    query.reward = float(await context.tool("supports", passages=history[-1].passages))
         return Outcome(None, {"verdicts": self.config.max_turns, "searches": len(history)})
 
     def searcher(self, history: list[SearchStep]) -> str:
@@ -123,7 +124,7 @@ class SearchGatedWorkflow(Workflow):
 
     Options = GatedOptions
     agents = {name: SearchWorkflow.agents[name] for name in ("search", "answer")}
-    needs_retrieval = True
+    tools = ("search", "supports")
 
     async def run(self, context: Context, question: Question) -> Outcome:
         history: list[SearchStep] = []
@@ -133,11 +134,11 @@ class SearchGatedWorkflow(Workflow):
             query = await context.call("search", history=recent(history, self.config.history), **shown)
             if query.content is None:
                 continue
-            passages = await context.retrieve(query.content)
+            passages = await context.tool("search", query=query.content)
             if lost:
-                passages = [passage for passage in passages if not context.supports([passage])]
+                passages = [passage for passage in passages if not await context.tool("supports", passages=[passage])]
             history.append(SearchStep(query.content, passages))
-            found = context.supports(passages)
+            found = await context.tool("supports", passages=passages)
             if context.rewards_turns:
                 query.reward = float(found)
             if found:

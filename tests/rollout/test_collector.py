@@ -16,6 +16,7 @@ from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.rollout.engine_messages import Sample
 from megatron_drmas.team.team import Team
+from megatron_drmas.team.tool import tool
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 QUESTIONS = [Question(str(i), f"question {i}", ("x",)) for i in range(4)]
@@ -61,13 +62,15 @@ class Letters:
 class World(Environment):
     """Pays 1 for the answer x; the query "fail" finds a broken server."""
 
+    @tool("search")
     async def retrieve(self, query):
         await asyncio.sleep(0.001)
         if query == "fail":
             raise TrajectoryFailure("retrieval", "500")
         return ["passage"]
 
-    def supports(self, question, passages):
+    @tool("supports")
+    async def supports(self, passages, question):
         return "x" in passages
 
     async def reward(self, question, outcome):

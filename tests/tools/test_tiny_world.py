@@ -15,6 +15,7 @@ from megatron_drmas.environments.bm25_index import Bm25Index
 from megatron_drmas.environments.search import exact_match
 from megatron_drmas.team.trajectory import Turn
 from megatron_drmas.workflows.search import SearchWorkflow
+from tests.scripted import ScriptedTools
 from tools.tiny_team.data import SPLITS, write_data
 from tools.tiny_team.names import CLOSINGS, OPENINGS, split_names
 from tools.tiny_team.world import make_worlds, query_of
@@ -95,7 +96,7 @@ def test_the_right_query_finds_its_passage_first(data, index):
         assert index.search(query, 2)[0].contents == passage
 
 
-class ScriptedTeam:
+class ScriptedTeam(ScriptedTools):
     """A `Context` whose agents are functions of (question, history); retrieval is real."""
 
     rewards_turns = False

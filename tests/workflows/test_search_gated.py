@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import megatron_drmas.workflows  # noqa: F401
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.load import CONFIG_DIR, compose_config
 from megatron_drmas.config.schema import EnvironmentConfig, RolloutConfig, WorkflowConfig
 from megatron_drmas.validate import validate
@@ -19,12 +20,13 @@ from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import Outcome, Turn
-from megatron_drmas.team.workflow import WORKFLOWS, Workflow, workflow_options
+from megatron_drmas.team.workflow import WORKFLOWS, Workflow
+from tests.scripted import ScriptedTools
 
 QUESTION = Question("0", "who?", ("x",))
 
 
-class Script:
+class Script(ScriptedTools):
     """A context whose Search agent asks these queries; a query finds the passages "about QUERY" and "other"."""
 
     def __init__(self, queries, chance, answer="x", rewards_turns=False):
@@ -129,7 +131,7 @@ class Typed:
 
 @given(st.fixed_dictionaries({}, optional={"share": st.floats(0, 1), "rounds": st.integers(0, 9), "strict": st.booleans()}))
 def test_options_are_the_declared_ones_with_their_defaults(given_options):
-    assert workflow_options("w", Typed, given_options) == Typed(**given_options)
+    assert typed_options("team.workflow.options", "workflow 'w'", Typed, given_options) == Typed(**given_options)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_options_are_the_declared_ones_with_their_defaults(given_options):
 )
 def test_a_wrong_option_is_named(options, key, said):
     with pytest.raises(ConfigError) as error:
-        workflow_options("w", Typed, options)
+        typed_options("team.workflow.options", "workflow 'w'", Typed, options)
     assert str(error.value).startswith(key) and said in str(error.value)
 
 

@@ -9,12 +9,13 @@ import megatron_drmas.workflows  # noqa: F401
 from megatron_drmas.config.schema import WorkflowConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Turn
+from tests.scripted import ScriptedTools
 from megatron_drmas.team.workflow import WORKFLOWS, Workflow, register_workflow
 
 QUESTION = Question("0", "who?", ("x",))
 
 
-class Script:
+class Script(ScriptedTools):
     """A context whose agents say what a script tells them; None is a malformed output."""
 
     def __init__(self, lines, rewards_turns, declared):
@@ -133,7 +134,7 @@ class NextCall(Exception):
         self.agent = agent
 
 
-class Branch:
+class Branch(ScriptedTools):
     """A context that plays contents in the order of the calls and stops at the first call beyond them."""
 
     rewards_turns = False

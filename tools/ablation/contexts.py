@@ -72,11 +72,10 @@ class _Scripted:
     def chance(self, name: str) -> float:
         return 1.0 if self._lost else 0.0
 
-    def supports(self, passages: list[str]) -> bool:
-        return self._environment.supports(self._question, passages)
-
-    async def retrieve(self, query: str) -> list[str]:
-        return self._find(query)
+    async def tool(self, name: str, **arguments: Any) -> Any:
+        if name == "search":
+            return self._find(**arguments)
+        return await self._environment.call_tool(name, self._question, arguments)
 
     async def call(self, agent: str, **variables: Any) -> Turn:
         text, content = next(self._queries, (None, None))

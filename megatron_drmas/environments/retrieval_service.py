@@ -1,15 +1,19 @@
 """The retrieval server as a supervised child process of the run."""
 
 import asyncio
+import ctypes
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Callable, Optional
 
-from megatron_drmas.cluster.worker import die_with_parent
-from megatron_drmas.cluster.process import ProcessFailure, ServiceFailure
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RetrievalConfig
+from megatron_drmas.environments.base import ServiceFailure
+from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 
+PR_SET_PDEATHSIG = 1
 NAME = "retrieval server"
 DYING_S = 1.0  # how long a server that has dropped a connection may take to be gone
 MOST_PAUSE_S = 30.0  # before a server is started again; the first time there is none
@@ -58,15 +62,15 @@ class RetrievalService:
         """The server's address, once it answers.
 
         Raises:
-            ProcessFailure: it ended or said nothing in time.
+            ServiceFailure: it ended or said nothing in time.
         """
         try:
             line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), self._start_timeout_s)
         except asyncio.TimeoutError as error:
             self._kill()
-            raise ProcessFailure(f"{NAME}: not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s); log: {self._log}") from error
+            raise ServiceFailure(f"{NAME}: not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s); log: {self._log}") from error
         if not line:
-            raise ProcessFailure(f"{NAME}: ended with code {self._process.wait()} before it was ready; log: {self._log}")
+            raise ServiceFailure(f"{NAME}: ended with code {self._process.wait()} before it was ready; log: {self._log}")
         self.url = line.decode().strip()
         return self.url
 
@@ -101,7 +105,7 @@ class RetrievalService:
                 self._process = self._start()
                 try:
                     return await self.ready()
-                except ProcessFailure as failure:
+                except ServiceFailure as failure:
                     problem = str(failure).removeprefix(f"{NAME}: ").removesuffix(f"; log: {self._log}")
 
     def stop(self) -> None:
@@ -122,3 +126,36 @@ class RetrievalService:
             return self._process.wait(DYING_S)
         except subprocess.TimeoutExpired:
             return None
+
+
+def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
+    """Check the settings of retrieval.
+
+    Args:
+        files: also look at the corpus and the encoder.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    if not retrieval.url and not retrieval.corpus:
+        raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
+    if retrieval.topk > MAX_TOPK:
+        raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
+    if retrieval.url and retrieval.encoder:
+        problem = "the server at url ranks as it was started to"
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, problem, "leave one of the two out")
+    if files and retrieval.encoder and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json")):
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder")
+    if files and not retrieval.url:
+        try:
+            check_corpus(retrieval.corpus)
+        except CorpusError as error:
+            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
+        except OSError as error:
+            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}') from error
+
+
+def die_with_parent() -> None:
+    """For `subprocess.Popen(preexec_fn=…)`: the child is killed when the driver ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

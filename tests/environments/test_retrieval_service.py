@@ -7,9 +7,8 @@ import signal
 
 import pytest
 
-from megatron_drmas.cluster.process import ServiceFailure
-from megatron_drmas.cluster.retrieval import RetrievalService
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
+from megatron_drmas.environments.base import Place, ServiceFailure
 from megatron_drmas.environments.search import SearchEnvironment
 
 QUERIES = [f"town{i}" for i in range(100)]
@@ -28,15 +27,15 @@ def run(corpus, work, restarts=2, timeout_s=30.0):
 
     async def within():
         settings = RetrievalConfig(corpus=str(corpus), topk=1, timeout_s=timeout_s, restarts=restarts)
-        service = RetrievalService(settings, corpus.parent / "logs" / "retrieval.log", 60.0, lambda *restart: said.append(restart))
+        place = Place(corpus.parent / "logs", 60.0, lambda *restart: said.append(restart))
+        served = SearchEnvironment(EnvironmentConfig(name="search", retrieval=settings), place)
         try:
-            settings.url = await service.ready()
-            async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=settings)) as environment:
-                environment.recover = service.recover
+            assert served.begin()
+            async with served as environment:
                 await environment.check()
-                return await work(environment, service)
+                return await work(environment, environment._service)
         finally:
-            service.stop()
+            served.end()
 
     return asyncio.run(within()), said
 
