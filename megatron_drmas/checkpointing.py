@@ -34,7 +34,7 @@ OF_A_POLICY = (
     "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.beta1", "optimizer.beta2", "optimizer.eps",
     "optimizer.weight_decay", "optimizer.grad_clip",
 )
-NO_SETTING = ("resume", "variables.")  # of no effect on a run but through other keys
+NO_SETTING = ("resume", "plugins", "variables.")  # of no effect on a run but through other keys
 
 # key -> (value of the run that saved, value now)
 Changes = dict[str, tuple[Any, Any]]

@@ -12,6 +12,7 @@ from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.concurrency import together
+from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.devices import DEVICES, Device
 from megatron_drmas.rollout.engine import Engine
@@ -56,7 +57,7 @@ class PolicyRuntime:
         def process(kind: type, role: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
             return RemoteProcess(
                 kind, f"{role} {index} of policy {name!r}", logs / f"{name}_{role}_{index}.log",
-                _environment(role, DEVICES[device], slot, threads, config.precision),
+                _environment(role, DEVICES[device], slot, threads, config.precision) | plugin_environment(config.plugins),
                 asynchronous=role == "engine", bundle=None if bundles is None else (bundles, slot.node),
             )
 

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.plugins import import_plugins
 from megatron_drmas.config.mistakes import check_names, check_written_names, explain, keys_of
 from megatron_drmas.config.schema import RunConfig
 
@@ -82,6 +83,8 @@ def compose_config(
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+        if schema is RunConfig:
+            config.plugins = import_plugins(config.plugins, folders[0])
     except (HydraException, OmegaConfBaseException) as error:
         groups = _groups([folders[0], CONFIG_DIR])
         raise explain(error, overrides, _known_keys(folders[0], name, overrides, schema, groups), groups, where) from error

@@ -258,6 +258,7 @@ class RunConfig:
     output_dir: str = "outputs"
     resume: str = "auto"  # auto | never
     deterministic: bool = False
+    plugins: list[str] = field(default_factory=list)  # Python files or modules of one's own; see docs/plugins.md
     policies: dict[str, PolicyConfig] = field(default_factory=dict)
     team: TeamConfig = field(default_factory=TeamConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
