@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--hf-files", type=Path, help="as for to-hf")
     verify.add_argument("--logits", action="store_true", help="compare a forward pass in fp32 too")
     verify.add_argument(
-        "--tokens", type=_positive(int), help="length of that pass (default: 4352, or less where time or memory ask for it)"
+        "--tokens", type=_positive(int), help="length of that pass (default: 4352, down to 64 for large models or little memory)"
     )
     verify.add_argument(
         "--tolerance",
