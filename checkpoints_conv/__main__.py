@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families.config_class import keep_torch_out
 
 DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}
 
@@ -122,5 +121,4 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    keep_torch_out()  # a forward pass has a process of its own
     sys.exit(main())
