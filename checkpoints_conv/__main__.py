@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families.config_class import keep_torch_out
 
 DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}
 
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--hf-files", type=Path, help="as for to-hf")
     verify.add_argument("--logits", action="store_true", help="compare a forward pass in fp32 too")
     verify.add_argument(
-        "--tokens", type=_positive(int), help="length of that pass (default: 4352, or less where time or memory ask for it)"
+        "--tokens", type=_positive(int), help="length of that pass (default: 4352, down to 64 for large models or little memory)"
     )
     verify.add_argument(
         "--tolerance",
@@ -122,5 +121,4 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    keep_torch_out()  # a forward pass has a process of its own
     sys.exit(main())

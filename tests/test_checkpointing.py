@@ -226,3 +226,20 @@ def test_a_run_that_stops_within_an_update_saves_nothing(checkpoints):
     with pytest.raises(UnhealthyRun, match="the same command begins again"):
         asyncio.run(run())
     assert checkpoints.complete() == []
+
+
+def test_a_step_is_saved_once(checkpoints):
+    """A stop that was asked for saves its step, unless it was due anyhow."""
+    written = []
+
+    async def run():
+        async def write(folder):
+            written.append(folder)
+
+        async with Saver(checkpoints, write, Log(), QuestionSampler(10, 0), {}, 0) as saver:
+            for step in (1, 1, 2):
+                saver.updated(step)
+                await saver.save()
+
+    asyncio.run(run())
+    assert len(written) == 2 and checkpoints.latest({})[1]["step"] == 2

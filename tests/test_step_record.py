@@ -167,3 +167,8 @@ def test_the_reward_is_that_of_all_questions_drawn():
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
     step = step_record(1, drawn, batch, metrics(), tokens_generated=18)
     assert step.reward == 0.8 and step.masked == {"retrieval": 1, NO_SIGNAL: 3}
+
+
+def test_of_a_refused_step_as_many_are_kept_as_of_any_step():
+    config = configured("logging.trajectories_per_step=2", "logging.trajectories_per_evaluation=0")
+    assert len(trajectory_records(trajectories(), config, {"writer": Letters()}, refused=True)) == 2

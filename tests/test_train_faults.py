@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_drmas.config.load import compose_config
-from megatron_drmas.data.question_sets import load_question_sets
+from megatron_drmas.data.questions import load_questions
 from megatron_drmas.evaluate import evaluate_team
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.team.trajectory import Trajectory
@@ -121,7 +121,8 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
         log_evaluation=lambda *found: logged.append(found),
     )
     logged = []
-    work = evaluate_team(SimpleNamespace(config=config, collector=Collector()), log, load_question_sets(config.data).evaluation, 0)
+    questions = load_questions(config.data.eval, "data.eval")
+    work = evaluate_team(SimpleNamespace(config=config, collector=Collector()), log, questions, 0)
     if counts:
         asyncio.run(work)
         assert logged[0][0].trajectories == 20 and logged[0][0].masked == {"retrieval": failed}

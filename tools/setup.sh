@@ -3,6 +3,10 @@
 #
 #   bash tools/setup.sh [cpu|gpu]    without an argument: gpu where nvidia-smi finds a GPU, otherwise cpu
 #
+# Machines without a network, such as the compute nodes of a cluster: run this once where there is one, on a file system
+# that they share; a job then finds .venv complete and downloads nothing.  Where no such place has a network, fill a folder
+# elsewhere (`pip download --no-deps -d wheels -r requirements/cpu.lock`) and set PIP_NO_INDEX=1 and PIP_FIND_LINKS=wheels.
+#
 # A second run returns at once; a changed lock file or setup.py updates .venv; an interrupted run is begun afresh.
 #
 # CPU: the lock's torch is a +cpu build, which PyPI does not carry.  Set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index,
@@ -52,6 +56,13 @@ pip_install() {
 }
 
 pip_failed() {
+  # Without a network pip says of the first package that there is no matching distribution.
+  if grep -q -E 'Retrying \(Retry.*(NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError|SSLError)' "$LOG"; then
+    die "pip could not download $1: no package index answers on $(hostname); run this where one does, on a file system that this machine shares, or set PIP_NO_INDEX=1 and PIP_FIND_LINKS to a folder of wheels"
+  fi
+  if grep -q 'No matching distribution found' "$LOG" && [ -n "${PIP_NO_INDEX:-}" ]; then
+    die "pip finds $(sed -n 's/.*No matching distribution found for //p' "$LOG" | tail -n 1) not in PIP_FIND_LINKS=${PIP_FIND_LINKS:-}, and PIP_NO_INDEX is set; add its wheel to the folder"
+  fi
   if grep -q 'No matching distribution found for torch==.*+cpu' "$LOG"; then
     die "pip finds no CPU build of torch: set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index, then run this again"
   fi

@@ -6,28 +6,22 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator
+from types import ModuleType
+from typing import Any, Iterator, MutableMapping
 
 from checkpoints_conv.errors import ConversionError
 
 UNUSED = ("dtype", "torch_dtype")  # of the stored weights; the class would import torch to look them up
-_hide_torch = False
-
-
-def keep_torch_out() -> None:
-    """Import transformers without torch, in a process that asks it for configs only.
-
-    With torch it imports its model code too (and scikit-learn), which takes four times as long as the rest.
-    """
-    global _hide_torch
-    _hide_torch = True
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no PyTorch
+ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+_ABSENT = object()
+_private: dict[str, ModuleType] = {}  # transformers' modules as imported here
 
 
 def config_class(model_type: str, name: str) -> type:
     """transformers' class of a model type, such as "mistral" and "MistralConfig"."""
-    with _without_torch() if _hide_torch else _quiet():
-        return getattr(importlib.import_module(f"transformers.models.{model_type}.configuration_{model_type}"), name)
+    module = f"transformers.models.{model_type}.configuration_{model_type}"
+    with _quiet():
+        return getattr(importlib.import_module(module) if "transformers" in sys.modules else _import_without_torch(module), name)
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
@@ -58,14 +52,29 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if torch is None:
-            del sys.modules["torch"]
-        else:
-            sys.modules["torch"] = torch
+def _import_without_torch(module: str) -> ModuleType:
+    """A module of transformers that knows of no torch; whoever imports transformers afterwards gets another, whole one.
+
+    With torch in reach, a config's module takes four times as long: it brings model code and scikit-learn along.
+    """
+    if module not in _private:
+        torch, advice = sys.modules.get("torch", _ABSENT), os.environ.get(ADVICE, _ABSENT)
+        handlers = list(logging.getLogger("transformers").handlers)
+        sys.modules.update(_private, torch=None)
+        os.environ[ADVICE] = "1"  # not that there is no torch
+        try:
+            importlib.import_module(module)
+        finally:
+            for key in [key for key in sys.modules if key.partition(".")[0] == "transformers"]:
+                _private[key] = sys.modules.pop(key)
+            _restore(sys.modules, "torch", torch)
+            _restore(os.environ, ADVICE, advice)
+            logging.getLogger("transformers").handlers[:] = handlers
+    return _private[module]
+
+
+def _restore(mapping: MutableMapping, key: str, before: Any) -> None:
+    if before is _ABSENT:
+        del mapping[key]
+    else:
+        mapping[key] = before

@@ -18,7 +18,8 @@ READ = {
 
 # Training, generation, book-keeping: no effect on the log-probs of given tokens.
 HARMLESS = {
-    "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "use_cache", "bos_token_id",
+    "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_model_name_or_path", "name_or_path", "_commit_hash",
+    "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "initializer_range",
     "attention_dropout", "hidden_dropout", "resid_pdrop", "output_hidden_states", "output_attentions", "return_dict",
     "output_router_logits", "router_aux_loss_coef", "chunk_size_feed_forward", "pretraining_tp", "id2label", "label2id",

@@ -21,6 +21,7 @@ import psutil
 import ray
 
 from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.signals import reinstall_handlers
 from megatron_drmas.config.errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
@@ -151,13 +152,16 @@ class RaySession:
                 "address": "local", "num_cpus": self._processes, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(self._folder),
             }
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and in_main_thread:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `stop` is reached
         # In a thread, since it may never return; one that lives on, since Ray's processes end with the thread that started them.
         self._thread = threading.Thread(target=self._hold, args=(options,), name="ray", daemon=True)
         self._thread.start()
         while not self._tried.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
+            if in_main_thread:
+                reinstall_handlers()
         if not self._tried.is_set():
             raise ProcessFailure(f"Ray: not started after {self._timeout_s:g} s (cluster.start_timeout_s){self._keep_logs()}")
         if self._error is not None:

@@ -69,3 +69,10 @@ class StopRequest:
         """Leave the signals to what they do otherwise."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
+
+
+def reinstall_handlers() -> None:
+    """Give `SIGNALS` back to Python: Ray's core takes SIGTERM for itself, of which Python knows nothing.  In the main thread."""
+    for number in SIGNALS:
+        signal.signal(number, signal.getsignal(number))
+        signal.siginterrupt(number, False)

@@ -59,7 +59,8 @@ def compose_config(
         ConfigError: unknown configuration, key or option, or a value of the wrong type.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError("--config-dir", str(config_dir), "no such folder", "give a folder of recipes and groups, or leave it out")
+        remedy = "give a folder of recipes and groups, or leave it out"
+        raise ConfigError("--config-dir", str(config_dir), "no such folder", remedy)
     folders = list(dict.fromkeys(Path(folder).resolve() for folder in (config_dir or recipes, recipes)))
     name = name.removesuffix(".yaml")
     paths = [folder / f"{name}.yaml" for folder in folders]
@@ -71,7 +72,8 @@ def compose_config(
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key.startswith("hydra.") and key != "hydra.searchpath":
-            raise ConfigError(key, value, "Hydra's launcher is not used here", "leave it out; output_dir and name say where a run writes")
+            remedy = "leave it out; output_dir and name say where a run writes"
+            raise ConfigError(key, value, "Hydra's launcher is not used here", remedy)
     where = " or ".join(map(str, dict.fromkeys([folders[0], CONFIG_DIR])))
     try:
         if schema is RunConfig:

@@ -27,7 +27,8 @@ def check_names(policies: Iterable[object], agents: Iterable[object]) -> None:
         for name in names:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 kind = "a policy" if section == "policies" else "an agent"
-                raise ConfigError(section, name, f"cannot be the name of {kind}, since the command line and files could not name it", NAME_RULE)
+                problem = f"cannot be the name of {kind}, since the command line and files could not name it"
+                raise ConfigError(section, name, problem, NAME_RULE)
 
 
 def check_written_names(recipe: Any) -> None:
@@ -83,8 +84,9 @@ def explain(
     agent = re.fullmatch(r"team\.agents\.([^.]+)(\..+)?", key)
     if agent and f"team.agents.{agent[1]}" not in known:
         agents = [name.split(".")[2] for name in known if re.fullmatch(r"team\.agents\.[^.]+", name)]
-        return ConfigError(key, value, f"no such agent (there are {', '.join(agents) or 'none'})", "correct the name; a team with another agent is a file of team/")
-    if "Could not override" in text or "not in struct" in text or "Could not delete" in text or re.search(r"Key '\S*' (is )?not in", text):
+        problem = f"no such agent (there are {', '.join(agents) or 'none'})"
+        return ConfigError(key, value, problem, "correct the name; a team with another agent is a file of team/")
+    if re.search(r"Could not override|Could not delete|not in struct|Key '\S*' (is )?not in", text):
         near = nearest(key, known)
         section = key.rpartition(".")[0]
         if section.endswith(".template_options") or section == "variables" and not near:
@@ -96,7 +98,8 @@ def explain(
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
     """The keys that were probably meant, best first, with their whole paths."""
-    rated = sorted(((_likeness(key, name), name) for name in known if not key.startswith(f"{name}.")), key=lambda pair: (-pair[0], pair[1].count(".")))
+    candidates = ((_likeness(key, name), name) for name in known if not key.startswith(f"{name}."))
+    rated = sorted(candidates, key=lambda pair: (-pair[0], pair[1].count(".")))
     best = rated[0][0] if rated else 0.0
     return [name for likeness, name in rated if likeness >= max(LEAST_LIKENESS, best - 0.05)][:MOST_SUGGESTIONS]
 
@@ -145,7 +148,8 @@ def _at_fault(text: str, overrides: Sequence[str]) -> tuple[str, Optional[str]]:
     match = re.search(r"Could not override '([^']+)'|'([^']+)' does not exist|full_key: (\S+)", text)
     named = next((group for group in match.groups() if group), "") if match else ""
     for key, value in given.values():
-        if key and (key == named or not named and key in text or named and (key.startswith(f"{named}.") or key.endswith(f".{named}"))):
+        related = key == named or key.startswith(f"{named}.") or key.endswith(f".{named}") if named else key in text
+        if key and related:
             return key, value
     return named, None
 
@@ -166,16 +170,14 @@ def _no_option(group: str, option: str, overrides: Sequence[str], groups: dict[s
     chosen = (re.match(rf"[+~]*({re.escape(group)}(?:@[^=]*)?)=(.*)", override) for override in overrides)
     key = next((match[1] for match in chosen if match and match[2] == option), group)
     if group not in groups:
-        near = nearest(group, groups)
-        return ConfigError(key, option, f"no group of this name in {where}", f"did you mean {_either(near)}?" if near else f"choose one of: {', '.join(sorted(groups))}")
+        return ConfigError(key, option, f"no group of this name in {where}", _meant(nearest(group, groups), groups))
     return ConfigError(key, option, f"no such option in {where}", f"choose one of: {', '.join(groups[group])}")
 
 
 def _no_default(key: str, value: Optional[str], groups: dict[str, list[str]]) -> ConfigError:
     group, at, package = key.partition("@")
     if group not in groups:
-        near = nearest(group, groups)
-        return ConfigError(key, value, "no such group", f"did you mean {_either([near[0] + at + package])}?" if near else f"choose one of: {', '.join(sorted(groups))}")
+        return ConfigError(key, value, "no such group", _meant([f"{near}{at}{package}" for near in nearest(group, groups)[:1]], groups))
     return ConfigError(key, value, "the recipe chooses nothing there", f"add it: +{key}={value}")
 
 
@@ -192,6 +194,10 @@ def _no_policy(name: str, key: str, value: Optional[str], known: Sequence[str], 
         key, value, f"no such policy (there are {', '.join(policies) or 'none'})",
         f"{meant}add one with +policy@policies.{name}={example} (options: {', '.join(options)}) and policies.{name}.model=FOLDER",
     )
+
+
+def _meant(near: Sequence[str], groups: dict[str, list[str]]) -> str:
+    return f"did you mean {_either(near)}?" if near else f"choose one of: {', '.join(sorted(groups))}"
 
 
 def _either(names: Sequence[str]) -> str:

@@ -20,8 +20,8 @@ class StepRecord:
 
     `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves; 0 where
     the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), masked_rate,
-    truncated_rate, invalid_rate and zero_advantage_rate (shares of `health`), calls_per_trajectory, baseline_inflation (the factor by which a group baseline would inflate the agent's squared
-    advantage), and what the actor reports by agent.
+    truncated_rate, invalid_rate and zero_advantage_rate (shares of `health`), calls_per_trajectory, baseline_inflation (the
+    factor by which a group baseline would inflate the agent's squared advantage), and what the actor reports by agent.
     `policies[name]`: loss, grad_norm (before clipping, mean over optimizer steps), grad_norm_max, clip_fraction, entropy,
     lr, prob_ratio (mean trainer/engine token probability ratio), logprob_diff_max, logprob_diff_mean.
     """
@@ -82,9 +82,7 @@ class EvaluationRecord:
     success: float  # avg@k of success
     reward_stderr: Optional[float]  # see `Share`
     success_stderr: Optional[float]
-    pass_at_k: Optional[
-        float
-    ]  # share of the questions with k unmasked answers where one succeeded; None: there is no such question
+    pass_at_k: Optional[float]  # share of the questions with k unmasked answers where one succeeded; None: there is none
     pass_questions: int  # questions with k unmasked answers
     by_source: dict[str, Share] = field(default_factory=dict)  # by hop or data source
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories that could not be run to their end

@@ -4,7 +4,7 @@ from typing import Callable, Iterator
 import pytest
 
 from tests.actor.ranks import Ranks
-from tests.tiny_models import make_llama, make_qwen2
+from tests.tiny_models import make_llama, make_qwen2, make_qwen3_moe
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +38,10 @@ def fresh_ranks() -> Iterator[Callable[[], Ranks]]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A tied Llama with Llama-3 RoPE scaling and grouped queries, and an untied Qwen2 with biases."""
+    """A tied Llama with Llama-3 RoPE scaling and grouped queries, an untied Qwen2 with biases, and a mixture of experts."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "llama": make_llama(str(folder / "llama"), num_attention_heads=4, num_key_value_heads=2),
         "qwen2": make_qwen2(str(folder / "qwen2")),
+        "qwen3_moe": make_qwen3_moe(str(folder / "qwen3_moe")),
     }

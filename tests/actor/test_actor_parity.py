@@ -42,6 +42,22 @@ def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(r
     assert all(reports == by_rank[0] for reports in by_rank), "ranks report different things"
 
 
+@pytest.mark.parametrize("layout", ["tp1", "tp2_sp", "pp2", "dp2"])  # Megatron trains no experts with tp2 alone
+def test_experts_and_routers_are_trained_as_by_transformers(ranks, models, layout):
+    batch = make_batch()
+    reference = Reference(models["qwen3_moe"])
+    loss, norm = reference.update(batch)
+    settings = make_settings(models["qwen3_moe"], layout, micro_batch_tokens=300)
+    report, logprobs = ranks.run(settings, update_and_look, batch, make_batch(99))[0]
+    assert report["loss"] == pytest.approx(loss, rel=RELATIVE) and report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs, reference.token_logprobs(make_batch(99)), rtol=0, atol=1e-3)
+
+
+def update_and_look(actor, batch, other):
+    return actor.update(batch, 0), actor.token_logprobs(other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE_LAYOUTS)
 def test_four_ranks_are_one(models, layout):

@@ -148,7 +148,8 @@ def test_the_default_length_shows_a_window_where_it_can_and_is_bounded(monkeypat
     monkeypatch.setattr("os.sysconf", memory.__getitem__)
     spec = tiny_spec("llama")
     assert forward.affordable_tokens(spec, 10**6) == 4352
-    assert forward.affordable_tokens(spec, 7 * 10**9) == 142
+    assert forward.affordable_tokens(spec, 2 * 10**8) == 1000
+    assert forward.affordable_tokens(spec, 7 * 10**9) == 64
     assert forward.affordable_tokens(tiny_spec("llama", max_position_embeddings=32), 10**12) == 32
     memory["SC_AVPHYS_PAGES"] = 10**8
     tokens = forward.affordable_tokens(spec, 10**6)

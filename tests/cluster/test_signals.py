@@ -1,12 +1,13 @@
 """A stop is polite once, and at once the second time."""
 
 import asyncio
+import ctypes
 import os
 import signal
 
 import pytest
 
-from megatron_drmas.cluster.signals import SIGNALS, StopRequest
+from megatron_drmas.cluster.signals import SIGNALS, StopRequest, reinstall_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -114,4 +115,21 @@ def test_a_signal_that_the_shell_has_ignored_stays_ignored():
         stop.close()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(run())
+
+
+def test_a_library_that_takes_a_signal_behind_python_gives_it_back():
+    async def run():
+        stop = StopRequest()
+        stop.polite(lambda text: None)
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
+        send(signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert stop.requested is None
+        reinstall_handlers()
+        send(signal.SIGTERM)
+        await soon(stop)
+        assert stop.requested == "SIGTERM" and not stop.aborted
+        stop.close()
+
     asyncio.run(run())

@@ -230,11 +230,16 @@ def test_a_damaged_model_folder_is_refused_by_name(compose, broken, file, conten
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("content", ["", "xx", '{"id": 1}', '{"id": "0", "contents": 5}'])
+@pytest.mark.parametrize("content", [
+    "", "xx", '{"id": 1}', '{"id": "0", "contents": 5}', '{"id": "0", "contents": null}', '{"id": "0", "contents": "\\ud83d"}',
+    '{"id": "\\udc00", "contents": "c"}', '{"id": "0", "contents": "a\\u0000"}', '{"id": 1, "contents": "a"}\n{"id": "1", "contents": "b"}',
+    '{"id": 1, "contents": "a"}\n' + "\n" * 2000 + '{"id": 2, "contents": NaN}', "[" * 100000,
+])
 def test_a_malformed_corpus_is_refused_before_anything_starts(compose, broken, content):
     (broken / "corpus.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match="environment.retrieval.corpus.*corpus.jsonl"):
+    with pytest.raises(ConfigError, match=r"environment.retrieval.corpus.*corpus.jsonl(:\d+| *:)") as caught:
         compose(folder=broken)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_family_that_is_not_known_is_named(compose, broken):

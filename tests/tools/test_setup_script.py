@@ -133,6 +133,26 @@ def test_a_missing_cpu_build_of_torch_says_what_to_set(checkout):
     assert code != 0 and "PIP_EXTRA_INDEX_URL" in output.splitlines()[-1]
 
 
+@pytest.mark.parametrize("cause", ["NewConnectionError('Failed to establish a new connection')", "NameResolutionError(\"Failed to resolve\")", "ProxyError('Cannot connect')"])
+def test_without_a_network_one_line_says_where_to_run_it(checkout, cause):
+    says = f"WARNING: Retrying (Retry(total=0)) after connection broken by '{cause}': /simple/torch/\nERROR: No matching distribution found for torch==2.13.0+cpu"
+    code, output = checkout.run(PIP_FAILS_ON="packages.txt", PIP_SAYS=says)
+    assert code != 0 and "no package index answers" in output.splitlines()[-1] and "PIP_FIND_LINKS" in output.splitlines()[-1]
+    assert "ERROR" not in output and len(output.splitlines()) == 2
+
+
+def test_a_wheel_that_a_folder_lacks_is_named(checkout):
+    says = "ERROR: No matching distribution found for ray==2.60.0"
+    code, output = checkout.run(PIP_FAILS_ON="packages.txt", PIP_SAYS=says, PIP_NO_INDEX="1", PIP_FIND_LINKS="wheels")
+    assert code != 0 and "ray==2.60.0 not in PIP_FIND_LINKS=wheels" in output.splitlines()[-1]
+
+
+def test_a_complete_environment_needs_no_network(checkout):
+    checkout.run()
+    checkout.calls()
+    assert checkout.run(PIP_FAILS_ON="install", PIP_SAYS="NewConnectionError") == (0, "") and checkout.calls() == []
+
+
 def test_a_gpu_gets_its_lock_file_and_transformer_engine_last(checkout):
     checkout.run()
     checkout.calls()

@@ -22,7 +22,7 @@ from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import Run, read_run, summarise
 from tools.ablation.variants import VARIANTS
 
-TURNS = (2, 3, 4)
+TURNS = (3, 4)
 
 
 def frozen_config(args: argparse.Namespace) -> RunConfig:
