@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.explain import explain
 from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_yaml
 from megatron_drmas.config.schema import RunConfig
 
@@ -23,6 +24,7 @@ def command_parser(prog: str, name: str) -> argparse.ArgumentParser:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--print", action="store_true", dest="show", help="compose, check the settings, print them, and stop; looks at no file")
     mode.add_argument("--check", action="store_true", help="also check the models, the data and the folders that they name, and stop; starts nothing")
+    mode.add_argument("--explain", metavar="KEY", help="say what a key, or every key of a section, means, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
@@ -46,6 +48,9 @@ def run_command(
     short = prog.split(".")[-1]
     try:
         args = command_parser(prog, name).parse_intermixed_args()
+        if args.explain is not None:
+            print(explain(schema, args.explain, registries()))
+            return 0
         config = compose_config(args.config_name, args.overrides, args.config_dir, schema, recipes)
         for warning in validate(config, files=not args.show, machine=not args.show and not args.check):
             print(f"{short}: warning: {warning}", file=sys.stderr)
@@ -61,3 +66,22 @@ def run_command(
         print(f"{short}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def registries() -> dict[str, list[str]]:
+    """The names that are registered, by the registry that a setting names."""
+    import megatron_drmas.environments
+    import megatron_drmas.weight_sync
+    import megatron_drmas.workflows  # noqa: F401
+    from megatron_drmas.algorithm.estimators import ESTIMATORS
+    from megatron_drmas.algorithm.losses import LOSSES
+    from megatron_drmas.environments.base import ENVIRONMENTS
+    from megatron_drmas.team.parsing import PARSERS
+    from megatron_drmas.team.workflow import WORKFLOWS
+    from megatron_drmas.weight_sync.transport import TRANSPORTS
+
+    found = {
+        "estimator": ESTIMATORS, "loss": LOSSES, "environment": ENVIRONMENTS, "parser": PARSERS, "workflow": WORKFLOWS,
+        "transport": {"auto": None, **TRANSPORTS},
+    }
+    return {registry: list(names) for registry, names in found.items()}

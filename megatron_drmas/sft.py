@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Callable
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, PrecisionConfig
+from megatron_drmas.config.setting import check_settings, setting
 from megatron_drmas.data.dialogues import Dialogue, load_dialogues
 from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.run_lock import RunLock
@@ -29,18 +30,18 @@ from megatron_drmas.run_lock import RunLock
 class SftConfig:
     """The configuration of a fine-tuning run; configs/sft/sft.yaml."""
 
-    name: str = MISSING
+    name: str = setting("Of the run; its folder is <output_dir>/<name>")
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: str = MISSING  # JSON lines; see megatron_drmas.data.dialogues
-    steps: int = MISSING
-    batch_size: int = 32  # examples of an optimizer step
-    prompt_weight: float = 0.0  # of the loss on prompts; an example's own prompt_weight goes first
-    shuffle: bool = True
-    seed: int = 0
-    output_dir: str = "outputs"
-    device: str = "auto"  # auto | cpu | cuda
-    threads: int = 1  # of each rank, on CPUs
+    data: str = setting("JSON lines; see megatron_drmas.data.dialogues")
+    steps: int = setting("Optimizer steps", minimum=1)
+    batch_size: int = setting("Examples of an optimizer step", 32, minimum=1)
+    prompt_weight: float = setting("Of the loss on prompts; an example's own prompt_weight goes first", 0.0, minimum=0)
+    shuffle: bool = setting("Draw the examples in a random order, another one in each epoch", True)
+    seed: int = setting("Of everything random", 0, minimum=0, below=2**31)
+    output_dir: str = setting("Folder of run folders", "outputs")
+    device: str = setting("What the ranks run on", "auto", choices={"auto": "a GPU where torch sees one", "cpu": "", "cuda": ""})
+    threads: int = setting("CPU threads of each rank", 1, minimum=1)
 
 
 ConfigStore.instance().store(name="sft_schema", node=SftConfig)
@@ -73,15 +74,10 @@ def validate(config: SftConfig, files: bool = True, machine: bool = True) -> lis
     import torch
 
     from megatron_drmas.actor.precision import check_precision
-    from megatron_drmas.validate import check_finite, check_model, check_name, check_output, check_policy
+    from megatron_drmas.validate import check_model, check_name, check_output, check_policy
 
-    check_finite(config)
+    check_settings(config)
     check_name(config.name)
-    for key, least in (("steps", 1), ("batch_size", 1), ("threads", 1), ("prompt_weight", 0)):
-        if getattr(config, key) < least:
-            raise ConfigError(key, getattr(config, key), "is too small", f"use at least {least}")
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", config.device, "is unknown", "choose one of: auto, cpu, cuda")
     check_policy("policy", config.policy, config.steps)
     device = "cuda" if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available() else "cpu"
     warnings = []

@@ -1,8 +1,6 @@
 """Everything about a configuration that can be wrong and can be seen before a process starts."""
 
-import math
 import tempfile
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +21,13 @@ from megatron_drmas.cluster.ray_start import check_ray
 from megatron_drmas.validate_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.options import typed_options
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
-from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
-
-CHOICES = {
-    "resume": ("auto", "never"),
-    "cluster.device": ("auto", "cpu", "cuda"),
-    "precision.mode": ("fp32", "bf16", "fp8", "fp8_emulated"),
-    "precision.rollout": ("float32", "bfloat16"),
-    "environment.normalization": NORMALIZATIONS,
-    "environment.retrieval.order": ("best_first", "best_last"),
-}
-LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less
-AT_LEAST = {
-    "steps": 1, "seed": 0, "questions_per_step": 1, "group_size": 2, "team.workflow.max_turns": 1, "team.workflow.history": 0, "team.workflow.width": 1,
-    "environment.retrieval.topk": 1, "environment.retrieval.concurrency": 1, "environment.grader.workers": 1,
-    "rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.max_in_flight": 1, "rollout.temperature": LEAST_TEMPERATURE,
-    "evaluation.every": 0, "evaluation.samples": 1, "evaluation.temperature": LEAST_TEMPERATURE, "checkpoint.every": 0, "checkpoint.keep": 1,
-    "algorithm.updates_per_batch": 1, "algorithm.invalid_penalty": 0.0, "cluster.nodes": 1, "cluster.gpus_per_node": 0,
-    "cluster.actor_threads": 1, "cluster.engine_threads": 1, "rollout.timeout_s": 1, "environment.retrieval.timeout_s": 0.1,
-    "environment.retrieval.restarts": 0, "health.patience": 1, "health.least_calls": 1,
-    "environment.grader.timeout_s": 0.1, "cluster.start_timeout_s": 1, "cluster.sync_timeout_s": 1, "cluster.step_timeout_s": 1,
-}
-AT_LEAST_POLICY = {
-    "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1, "engine.replicas": 1, "engine.tensor": 1,
-    "engine.max_model_len": 1, "engine.max_num_seqs": 1, "engine.kv_cache_mib": 1, "micro_batch_tokens": 1,
-    "optimizer.lr": 0.0, "optimizer.min_lr": 0.0, "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0, "optimizer.decay_steps": 0,
-    "optimizer.weight_decay": 0.0, "optimizer.eps": 0.0,
-}
 
 
 def validate(config: RunConfig, files: bool = True, machine: bool = True) -> list[str]:
@@ -72,21 +44,9 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     Raises:
         ConfigError: the first thing that is wrong.
     """
-    for key, options in CHOICES.items():
-        _choice(key, _get(config, key), options)
-    for key, least in AT_LEAST.items():
-        _at_least(key, _get(config, key), least)
-    check_finite(config)
+    check_settings(config)
     check_name(config.name)
-    if config.seed >= 2**31:
-        raise ConfigError("seed", config.seed, "is too large", "use less than 2147483648")
-    for key in ("logging.trajectories_per_step", "logging.trajectories_per_evaluation"):
-        if _get(config, key) is not None:
-            _at_least(key, _get(config, key), 0)
     check_data(config.data)
-    for key in ("rollout.top_p", "evaluation.top_p"):
-        if not 0 < _get(config, key) <= 1:
-            raise ConfigError(key, _get(config, key), "is not a probability", "use a number in (0, 1]")
     if config.rollout.top_p != 1:
         raise ConfigError(
             "rollout.top_p", config.rollout.top_p, "training computes log-probs over the whole vocabulary, not over the tokens that top_p leaves",
@@ -177,33 +137,9 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
     return spec
 
 
-def _get(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
 def _choice(key: str, value: str, options: Any) -> None:
     if value not in options:
         raise ConfigError(key, value, "is unknown", f"choose one of: {', '.join(options)}")
-
-
-def _at_least(key: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ConfigError(key, value, "is too small", f"use at least {least:g}")
-
-
-def check_finite(node: Any, prefix: str = "") -> None:
-    """Every number of a configuration.
-
-    Raises:
-        ConfigError: the first that is infinite, or not a number.
-    """
-    children = node.items() if isinstance(node, dict) else ((f.name, getattr(node, f.name)) for f in fields(node)) if is_dataclass(node) else ()
-    for name, child in children:
-        check_finite(child, f"{prefix}.{name}" if prefix else str(name))
-    if isinstance(node, float) and not math.isfinite(node):
-        raise ConfigError(prefix, node, "is not a finite number", "use one")
 
 
 def check_name(name: str) -> None:
@@ -232,10 +168,6 @@ def check_output(folder: Path) -> None:
 def _check_health(config: HealthConfig) -> None:
     for kind in ("masked", "truncated", "invalid", "zero_advantage", "found_nothing"):
         share: ShareConfig = getattr(config, kind)
-        for level in ("warn", "stop"):
-            value = getattr(share, level)
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"health.{kind}.{level}", value, "is no share", "use a number above 0 and up to 1, or null for never")
         if share.warn is not None and share.stop is not None and share.warn > share.stop:
             raise ConfigError(f"health.{kind}.warn", share.warn, f"is above the share {share.stop:g} that stops the run", "lower it")
 
@@ -285,8 +217,6 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"{key}.choices", list(agent.choices), problem, "list both, as they are spelled")
         if agent.choices and agent.parser in ("boxed", "tags", "text"):
             raise ConfigError(f"{key}.choices", list(agent.choices), f"parser {agent.parser!r} does not read them", "use parser tag")
-        if agent.max_response_tokens is not None:
-            _at_least(f"{key}.max_response_tokens", agent.max_response_tokens, 1)
         try:
             compile_prompt(agent.prompt)
             unknown = prompt_variables(agent.prompt) - set(workflow.agents[role])
@@ -310,12 +240,7 @@ def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> Non
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    for key, least in AT_LEAST_POLICY.items():
-        _at_least(f"{prefix}.{key}", _get(policy, key), least)
-    _choice(f"{prefix}.optimizer.decay", policy.optimizer.decay, ("constant", "linear", "cosine"))
-    for key in ("beta1", "beta2"):
-        if not 0 <= getattr(policy.optimizer, key) < 1:
-            raise ConfigError(f"{prefix}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
+    check_settings(policy, prefix)
     if policy.optimizer.min_lr > policy.optimizer.lr:
         raise ConfigError(f"{prefix}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
     decay_steps = policy.optimizer.schedule_steps(optimizer_steps)

@@ -60,7 +60,9 @@ def type_name(kind: Any) -> str:
 
 def default_text(value: Any) -> str:
     """A default as YAML has it."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_under(path: list[str], key: list[str]) -> bool:

@@ -7,19 +7,21 @@ Every class here is one section of the YAML; the top is `RunConfig`.  `config.lo
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from omegaconf import MISSING
 
 from megatron_drmas.config.algorithm import AlgorithmConfig
+from megatron_drmas.config.setting import setting
+
+MIN_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for less
 
 
 @dataclass
 class ParallelConfig:
     """Megatron layout of one policy's actor: tensor x pipeline x data ranks, one process each."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    sequence: bool = False  # sequence parallelism; needs tensor > 1
+    tensor: int = setting("Tensor-parallel ranks; must divide the model's attention groups", 1, minimum=1)
+    pipeline: int = setting("Pipeline stages", 1, minimum=1)
+    data: int = setting("Data-parallel replicas", 1, minimum=1)
+    sequence: bool = setting("Sequence parallelism; needs tensor > 1", False)
 
     @property
     def world_size(self) -> int:
@@ -30,17 +32,19 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule, counted in optimizer steps."""
 
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    decay: str = "constant"  # constant | linear | cosine
-    warmup_steps: int = 0
-    decay_steps: int = 0  # 0: the whole run
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    distributed: bool = True  # Megatron's distributed optimizer
+    lr: float = setting("Learning rate after the warm-up", 1e-6, minimum=0)
+    min_lr: float = setting("Learning rate at the end of the decay", 0.0, minimum=0)
+    decay: str = setting(
+        "How the learning rate falls after the warm-up", "constant", choices={"constant": "", "linear": "", "cosine": ""}
+    )
+    warmup_steps: int = setting("Optimizer steps over which the learning rate rises from 0", 0, minimum=0)
+    decay_steps: int = setting("Optimizer steps over which it falls; 0: the whole run", 0, minimum=0)
+    beta1: float = setting("AdamW's decay of the gradient's mean", 0.9, minimum=0, below=1)
+    beta2: float = setting("AdamW's decay of the gradient's square", 0.999, minimum=0, below=1)
+    eps: float = setting("AdamW's epsilon", 1e-8, minimum=0)
+    weight_decay: float = setting("AdamW's weight decay", 0.01, minimum=0)
+    grad_clip: float = setting("Largest norm of a step's gradient; 0: no limit", 1.0, minimum=0)
+    distributed: bool = setting("Megatron's distributed optimizer: its state is cut over the data-parallel ranks", True)
 
     def schedule_steps(self, optimizer_steps: int) -> int:
         """Optimizer steps over which the learning rate decays, in a run of so many."""
@@ -51,45 +55,55 @@ class OptimizerConfig:
 class EngineConfig:
     """vLLM engines of one policy."""
 
-    replicas: int = 1
-    tensor: int = 1
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    kv_cache_mib: int = 256  # CPU: size of the KV cache
-    gpu_memory_utilization: float = 0.5  # GPU: share of device memory the engine may take
+    replicas: int = setting("Engines of the policy", 1, minimum=1)
+    tensor: int = setting("Tensor-parallel workers of each engine", 1, minimum=1)
+    max_model_len: int = setting("Longest prompt with its response, in tokens", 2048, minimum=1)
+    max_num_seqs: int = setting("Requests that an engine computes at once", 256, minimum=1)
+    kv_cache_mib: int = setting("Size of the KV cache in MiB; on CPUs", 256, minimum=1)
+    gpu_memory_utilization: float = setting(
+        "Share of the device's memory that an engine may take; on GPUs", 0.5, above=0, maximum=1
+    )
 
 
 @dataclass
 class PolicyConfig:
     """One set of weights: its checkpoint, its Megatron actor and its vLLM engines."""
 
-    model: str = MISSING  # Hugging Face folder
-    trainable: bool = True
-    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
+    model: str = setting("Hugging Face folder of the weights that the run begins with")
+    trainable: bool = setting("Whether the policy learns; a frozen one has engines only", True)
+    template_options: dict[str, Any] = setting("Variables of the chat template, such as enable_thinking", dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    micro_batch_tokens: int = 8192  # tokens of packed sequences in one micro-batch
-    recompute: bool = False  # keep only each layer's input and compute the rest again in the backward pass
+    micro_batch_tokens: int = setting("Tokens of packed sequences in one micro-batch, at most", 8192, minimum=1)
+    recompute: bool = setting("Keep only each layer's input and compute the rest again in the backward pass", False)
 
 
 @dataclass
 class Fp8Config:
     """Transformer Engine FP8; see `megatron_drmas.actor.precision`."""
 
-    recipe: str = "blockwise"  # delayed | tensorwise | blockwise
-    margin: int = 0  # delayed: scales are divided by 2^margin
-    amax_history_len: int = 1024  # delayed: uses that a scale looks back on
-    bf16_first_layers: int = 0  # transformer layers kept out of FP8, at the start
-    bf16_last_layers: int = 0  # and at the end
+    recipe: str = setting(
+        "How FP8 scales are chosen",
+        "blockwise",
+        choices={"delayed": "from earlier uses", "tensorwise": "from the tensor itself", "blockwise": "from each block"},
+    )
+    margin: int = setting("delayed: scales are divided by 2^margin", 0)
+    amax_history_len: int = setting("delayed: uses that a scale looks back on", 1024, minimum=1)
+    bf16_first_layers: int = setting("Transformer layers kept out of FP8, at the start", 0, minimum=0)
+    bf16_last_layers: int = setting("And at the end", 0, minimum=0)
 
 
 @dataclass
 class PrecisionConfig:
     """Number formats of the actors and of the engines' weights."""
 
-    mode: str = "bf16"  # fp32 | bf16 | fp8 | fp8_emulated
-    rollout: str = "bfloat16"  # dtype of the engines: float32 | bfloat16
+    mode: str = setting(
+        "Number format of the actors",
+        "bf16",
+        choices={"fp32": "", "bf16": "", "fp8": "Transformer Engine, Hopper and newer", "fp8_emulated": "the same roundings on any machine"},
+    )
+    rollout: str = setting("Number format of the engines", "bfloat16", choices={"float32": "", "bfloat16": ""})
     fp8: Fp8Config = field(default_factory=Fp8Config)
 
 
@@ -97,30 +111,32 @@ class PrecisionConfig:
 class AgentConfig:
     """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
 
-    policy: str = MISSING
-    role: Optional[str] = None  # what the workflow calls it by; none: its own name
-    system: Optional[str] = None  # system message
-    prompt: str = MISSING  # Jinja template of the user message; the workflow's docstring lists its variables
-    parser: str = "tag"  # registered in megatron_drmas.team.parsing: tag | tags | boxed | text
-    tag: Optional[str] = None  # <tag>…</tag> that the output must hold exactly once
-    choices: list[str] = field(default_factory=list)  # the tag's allowed contents; empty: any text
-    trainable: bool = True
-    max_response_tokens: Optional[int] = None  # default: rollout.max_response_tokens
+    policy: str = setting("The policy that speaks for the agent")
+    role: Optional[str] = setting("What the workflow calls it by; null: its own name", None)
+    system: Optional[str] = setting("System message; null: none", None)
+    prompt: str = setting("Jinja template of the user message; the workflow's docstring lists its variables")
+    parser: str = setting("How its output is read", "tag", registry="parser")
+    tag: Optional[str] = setting("<tag>...</tag> that the output must hold exactly once", None)
+    choices: list[str] = setting("The tag's allowed contents; empty: any text", list)
+    trainable: bool = setting("Whether the agent's turns are learned from", True)
+    max_response_tokens: Optional[int] = setting("Longest response in tokens; null: rollout.max_response_tokens", None, minimum=1)
 
 
 @dataclass
 class WorkflowConfig:
     """Who speaks when."""
 
-    name: str = MISSING  # a name registered in megatron_drmas.workflows
-    max_turns: int = 4
-    history: int = 4  # how many past turns a prompt shows
-    width: int = 3  # calls that run at the same time: voting's candidates, orch_workers' strategies at most
-    options: dict[str, Any] = field(default_factory=dict)  # settings of this workflow alone; its `Options` declares them
+    name: str = setting("Who speaks when", registry="workflow")
+    max_turns: int = setting("Rounds that the workflow makes at most; see its docstring", 4, minimum=1)
+    history: int = setting("How many past rounds a prompt shows", 4, minimum=0)
+    width: int = setting("Calls that run at the same time: voting's candidates, orch_workers' strategies at most", 3, minimum=1)
+    options: dict[str, Any] = setting("Settings of this workflow alone; its `Options` declares them", dict)
 
 
 @dataclass
 class TeamConfig:
+    """Who plays which role, and who speaks when."""
+
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     agents: dict[str, AgentConfig] = field(default_factory=dict)
 
@@ -129,32 +145,38 @@ class TeamConfig:
 class RetrievalConfig:
     """Where a search team's passages come from."""
 
-    url: Optional[str] = None  # a running server; none: the run starts one over `corpus`
-    corpus: Optional[str] = None  # JSON lines {"id", "contents"}
-    encoder: Optional[str] = None  # sentence-transformers folder for dense retrieval over `corpus`; none: BM25
-    query_prefix: Optional[str] = None  # "query: " for E5; none: what the encoder says
-    passage_prefix: Optional[str] = None  # "passage: " for E5
-    topk: int = 3
-    timeout_s: float = 60.0  # what a query may take, with everything that is tried again
-    concurrency: int = 64  # requests at once, each of the queries that agents make in the same moment
-    restarts: int = 5  # how often the run starts its own server again, when it has died or answers nothing in time
-    order: str = "best_first"  # best_first | best_last: order of the passages in a prompt
+    url: Optional[str] = setting("A running server; null: the run starts one over `corpus`", None)
+    corpus: Optional[str] = setting('JSON lines {"id", "contents"}', None)
+    encoder: Optional[str] = setting("sentence-transformers folder for dense retrieval over `corpus`; null: BM25", None)
+    query_prefix: Optional[str] = setting('"query: " for E5; null: what the encoder says', None)
+    passage_prefix: Optional[str] = setting('"passage: " for E5; null: what the encoder says', None)
+    topk: int = setting("Passages for a query", 3, minimum=1)
+    timeout_s: float = setting("Seconds that a query may take, with everything that is tried again", 60.0, minimum=0.1)
+    concurrency: int = setting("Requests at once, each of the queries that agents make in the same moment", 64, minimum=1)
+    restarts: int = setting("How often the run restarts its own server when it has died or answers nothing in time", 5, minimum=0)
+    order: str = setting("Order of the passages in a prompt", "best_first", choices={"best_first": "", "best_last": ""})
 
 
 @dataclass
 class GraderConfig:
     """Worker processes that grade answers which code must parse."""
 
-    workers: int = 1
-    timeout_s: float = 10.0
-    memory_mib: int = 2048
+    workers: int = setting("Worker processes", 1, minimum=1)
+    timeout_s: float = setting("Seconds that one answer may take; one that takes longer is wrong", 10.0, minimum=0.1)
+    memory_mib: int = setting("Address space of a worker in MiB", 2048, minimum=1)
 
 
 @dataclass
 class EnvironmentConfig:
-    name: str = MISSING  # a name registered in megatron_drmas.environments
-    normalization: str = "squad"  # squad | unicode: what exact match ignores; see megatron_drmas.environments.exact_match
-    options: dict[str, Any] = field(default_factory=dict)  # of a plug-in's environment: those that its class declares as `Options`
+    """The task that the team works on."""
+
+    name: str = setting("The task: its tools and its reward", registry="environment")
+    normalization: str = setting(
+        "What exact match ignores; see megatron_drmas.environments.exact_match",
+        "squad",
+        choices={"squad": "as in published figures", "unicode": "also punctuation outside ASCII"},
+    )
+    options: dict[str, Any] = setting("Settings of a plug-in's environment; its `Options` declares them", dict)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     grader: GraderConfig = field(default_factory=GraderConfig)
 
@@ -163,102 +185,126 @@ class EnvironmentConfig:
 class DataConfig:
     """Questions as JSON lines or parquet; see `megatron_drmas.data.questions` for the columns."""
 
-    train: str = MISSING
-    eval: Optional[str] = None
-    eval_limit: Optional[int] = None  # the first so many
-    eval_holdout: int = 0  # without `eval`: how many questions of `train` to keep out of training and evaluate on
-    shuffle: bool = True
+    train: str = setting("File of the training questions")
+    eval: Optional[str] = setting("File of the evaluation questions; null: see eval_holdout", None)
+    eval_limit: Optional[int] = setting("Evaluate on the first so many; null: all", None, minimum=1)
+    eval_holdout: int = setting(
+        "Without `eval`: how many questions of `train` to keep out of training and evaluate on", 0, minimum=0
+    )
+    shuffle: bool = setting("Draw the training questions in a random order, another one in each epoch", True)
 
 
 @dataclass
 class RolloutConfig:
     """Sampling while training."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0  # training takes no other: it computes log-probs over the whole vocabulary
-    max_prompt_tokens: int = 1024
-    max_response_tokens: int = 256
-    timeout_s: float = 600.0  # an engine that returns nothing for so long is an error
-    max_in_flight: int = 1024  # trajectories running at once
+    temperature: float = setting("Sampling temperature while training", 1.0, minimum=MIN_TEMPERATURE)
+    top_p: float = setting("Training takes only 1: it computes log-probs over the whole vocabulary", 1.0, above=0, maximum=1)
+    max_prompt_tokens: int = setting("Longest prompt; a longer one loses its oldest history", 1024, minimum=1)
+    max_response_tokens: int = setting("Longest response", 256, minimum=1)
+    timeout_s: float = setting("Seconds of silence after which an engine that has requests is an error", 600.0, minimum=1)
+    max_in_flight: int = setting("Trajectories that run at once", 1024, minimum=1)
 
 
 @dataclass
 class EvaluationConfig:
     """When and how the team is evaluated."""
 
-    every: int = 0  # steps; 0: only before and after
-    before: bool = True
-    after: bool = True
-    temperature: float = 0.6
-    top_p: float = 0.95
-    samples: int = 1  # n of avg@n and pass@n
-    greedy: bool = True  # evaluate greedily too
+    every: int = setting("Training steps between evaluations; 0: only before and after", 0, minimum=0)
+    before: bool = setting("Evaluate before the first step", True)
+    after: bool = setting("Evaluate after the last step", True)
+    temperature: float = setting("Sampling temperature", 0.6, minimum=MIN_TEMPERATURE)
+    top_p: float = setting("Nucleus that is sampled from", 0.95, above=0, maximum=1)
+    samples: int = setting("n of avg@n and pass@n", 1, minimum=1)
+    greedy: bool = setting("Evaluate greedily too", True)
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 10  # steps; the last step is always saved; 0: only the last
-    keep: int = 2
-    export: bool = True  # write every policy as a Hugging Face folder at the end
+    """When a run is saved."""
+
+    every: int = setting("Training steps between checkpoints; the last step is always saved; 0: only the last", 10, minimum=0)
+    keep: int = setting("Checkpoints that are kept, beside the newest healthy one", 2, minimum=1)
+    export: bool = setting("Write every policy as a Hugging Face folder at the end", True)
 
 
 @dataclass
 class LoggingConfig:
     """What is kept of the team's trajectories, as `observability.records.TrajectoryRecord`s."""
 
-    trajectories_per_step: Optional[int] = 8  # spread over the questions, one of each failure first; null: all; 0: none
-    trajectories_per_evaluation: Optional[int] = 1000  # in each mode; null: all; 0: none
-    token_ids: bool = False  # also token ids and the log-probability of every response token
+    trajectories_per_step: Optional[int] = setting(
+        "Kept of a step, spread over the questions, one of each failure first; null: all", 8, minimum=0
+    )
+    trajectories_per_evaluation: Optional[int] = setting("Kept of an evaluation, in each mode; null: all", 1000, minimum=0)
+    token_ids: bool = setting("Keep token ids and the log-probability of every response token too", False)
 
 
 @dataclass
 class ShareConfig:
     """Shares, above 0 and up to 1, at which the run warns and at which it stops; null: never."""
 
-    warn: Optional[float] = None
-    stop: Optional[float] = None
+    warn: Optional[float] = setting("Share that is warned about; null: never", None, above=0, maximum=1)
+    stop: Optional[float] = setting("Share that stops the run; null: never", None, above=0, maximum=1)
 
 
 @dataclass
 class HealthConfig:
     """When a step is not fit to be learned from.  Shares are of the whole step, and of every agent in it."""
 
-    masked: ShareConfig = field(default_factory=lambda: ShareConfig(0.2, 0.5))  # trajectories cut short by a failure; `stop`: at once, untrained
-    truncated: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # responses that reached their limit
-    invalid: ShareConfig = field(default_factory=lambda: ShareConfig(0.5))  # outputs that could not be parsed
-    zero_advantage: ShareConfig = field(default_factory=lambda: ShareConfig(0.95))  # rows of learning agents without an advantage
-    found_nothing: ShareConfig = field(default_factory=lambda: ShareConfig(0.5, 1.0))  # queries without a passage; of the whole step only
-    patience: int = 20  # steps in a row at another `stop`, or without any advantage and any success, that stop the run
-    least_calls: int = 8  # an agent that a step has fewer calls of is not judged by itself
+    masked: ShareConfig = setting(
+        "Trajectories cut short by a failure; `stop`: at once, untrained", lambda: ShareConfig(0.2, 0.5)
+    )
+    truncated: ShareConfig = setting("Responses that reached their limit", lambda: ShareConfig(0.5))
+    invalid: ShareConfig = setting("Outputs that could not be parsed", lambda: ShareConfig(0.5))
+    zero_advantage: ShareConfig = setting("Rows of learning agents without an advantage", lambda: ShareConfig(0.95))
+    found_nothing: ShareConfig = setting("Queries without a passage; of the whole step only", lambda: ShareConfig(0.5, 1.0))
+    patience: int = setting(
+        "Steps in a row at another `stop` than masked's, or without any advantage and any success, that stop the run",
+        20,
+        minimum=1,
+    )
+    least_calls: int = setting("An agent that a step has fewer calls of is not judged by itself", 8, minimum=1)
 
 
 @dataclass
 class ClusterConfig:
     """Processes and their shares of the machine."""
 
-    device: str = "auto"  # auto | cpu | cuda
-    nodes: int = 1
-    gpus_per_node: int = 0
-    transport: str = "auto"  # of weights from actors to engines; auto: the first of ipc, nccl, shm that serves the placement
-    colocate: bool = True  # actors and engines take turns on the same GPUs
-    actor_threads: int = 1
-    engine_threads: int = 1
-    start_timeout_s: float = 300.0
-    sync_timeout_s: float = 120.0
-    step_timeout_s: float = 1800.0
+    device: str = setting(
+        "What actors and engines run on", "auto", choices={"auto": "GPUs where gpus_per_node is not 0", "cpu": "", "cuda": ""}
+    )
+    nodes: int = setting("Nodes of the allocation", 1, minimum=1)
+    gpus_per_node: int = setting("GPUs of each node that the run uses", 0, minimum=0)
+    transport: str = setting(
+        "Of weights from actors to engines; auto: the first that serves the placement", "auto", registry="transport"
+    )
+    colocate: bool = setting("Actors and engines take turns on the same GPUs", True)
+    actor_threads: int = setting("CPU threads of each actor rank", 1, minimum=1)
+    engine_threads: int = setting("CPU threads of each engine", 1, minimum=1)
+    start_timeout_s: float = setting("Seconds that the start of Ray, an actor, an engine or a service may take", 300.0, minimum=1)
+    sync_timeout_s: float = setting("Seconds that a weight update may take", 120.0, minimum=1)
+    step_timeout_s: float = setting("Seconds that an actor's update, checkpoint or export may take", 1800.0, minimum=1)
 
 
 @dataclass
 class RunConfig:
-    name: str = MISSING
-    seed: int = 0
-    steps: int = MISSING
-    questions_per_step: int = MISSING
-    group_size: int = MISSING
-    output_dir: str = "outputs"
-    resume: str = "auto"  # auto | never
-    deterministic: bool = False
-    plugins: list[str] = field(default_factory=list)  # Python files or modules of one's own; see docs/plugins.md
+    """A whole run."""
+
+    name: str = setting("Of the run; its folder is <output_dir>/<name>")
+    seed: int = setting("Of everything random", 0, minimum=0, below=2**31)
+    steps: int = setting("Training steps", minimum=1)
+    questions_per_step: int = setting("Questions of a step", minimum=1)
+    group_size: int = setting("Trajectories on each question", minimum=2)
+    output_dir: str = setting("Folder of run folders", "outputs")
+    resume: str = setting(
+        "Whether to go on from the run folder's last checkpoint",
+        "auto",
+        choices={"auto": "if there is one", "never": "begin again"},
+    )
+    deterministic: bool = setting(
+        "Same configuration, same bits, at the price of idle engines; a resumed run equals an undisturbed one", False
+    )
+    plugins: list[str] = setting("Python files or modules of one's own; see docs/plugins.md", list)
     policies: dict[str, PolicyConfig] = field(default_factory=dict)
     team: TeamConfig = field(default_factory=TeamConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -271,4 +317,4 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    variables: dict[str, Any] = field(default_factory=dict)  # values that a recipe's own YAML interpolates
+    variables: dict[str, Any] = setting("Values that a recipe's own YAML interpolates", dict)

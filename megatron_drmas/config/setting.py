@@ -41,13 +41,13 @@ class Setting:
         if not math.isfinite(value):
             return "is not a finite number", "use one"
         if self.minimum is not None and value < self.minimum:
-            return "is too small", f"use at least {self.minimum:g}"
+            return "is too small", f"use at least {self.minimum:.12g}"
         if self.maximum is not None and value > self.maximum:
-            return "is too large", f"use at most {self.maximum:g}"
+            return "is too large", f"use at most {self.maximum:.12g}"
         if self.above is not None and value <= self.above:
-            return "is too small", f"use more than {self.above:g}"
+            return "is too small", f"use more than {self.above:.12g}"
         if self.below is not None and value >= self.below:
-            return "is too large", f"use less than {self.below:g}"
+            return "is too large", f"use less than {self.below:.12g}"
         return None
 
     @property
@@ -55,8 +55,8 @@ class Setting:
         """The bounds as a reader writes them, such as "(0, 1]"; "" without any."""
         if self.above is None and self.below is None and self.minimum is None and self.maximum is None:
             return ""
-        low = f"({self.above:g}" if self.above is not None else f"[{self.minimum:g}" if self.minimum is not None else "(-inf"
-        high = f"{self.below:g})" if self.below is not None else f"{self.maximum:g}]" if self.maximum is not None else "inf)"
+        low = f"({self.above:.12g}" if self.above is not None else f"[{self.minimum:.12g}" if self.minimum is not None else "(-inf"
+        high = f"{self.below:.12g})" if self.below is not None else f"{self.maximum:.12g}]" if self.maximum is not None else "inf)"
         return f"{low}, {high}"
 
 
@@ -85,18 +85,25 @@ class Key:
     section: bool
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a configuration class, sections before what is in them, in the order of the class."""
+def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
+    """Every key of a configuration class, sections before what is in them, in the order of the class.
+
+    Args:
+        prefix: of the paths.
+        defaults: an instance whose values are the defaults; None: those of the class.
+    """
     hints = get_type_hints(schema)
     for item in fields(schema):
         path = f"{prefix}{item.name}"
         kind = hints[item.name]
         default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if defaults is not None:
+            default = getattr(defaults, item.name)
         held = getattr(kind, "__args__", ())
         inner, below = (held[1], f"{path}.NAME.") if getattr(kind, "__origin__", None) is dict and is_dataclass(held[1]) else (kind, f"{path}.")
         yield Key(path, kind, default, item.metadata.get("setting"), is_dataclass(inner))
         if is_dataclass(inner):
-            yield from keys_of(inner, below)
+            yield from keys_of(inner, below, default if is_dataclass(default) else None)
 
 
 def check_settings(node: Any, prefix: str = "") -> None:

@@ -26,12 +26,8 @@ def check_data(config: DataConfig) -> None:
     """Check the section without reading a file.
 
     Raises:
-        ConfigError: a limit out of range, or not exactly one source of evaluation questions.
+        ConfigError: not exactly one source of evaluation questions.
     """
-    if config.eval_limit is not None and config.eval_limit < 1:
-        raise ConfigError("data.eval_limit", config.eval_limit, "is too small", "use at least 1, or null for all")
-    if config.eval_holdout < 0:
-        raise ConfigError("data.eval_holdout", config.eval_holdout, "is too small", "use the number of questions, or 0")
     if config.eval_holdout and config.eval:
         raise ConfigError(
             "data.eval_holdout", config.eval_holdout, f"data.eval = {config.eval!r} is given too",
