@@ -57,8 +57,6 @@ def test_shared_questions_are_found_by_their_text(write, evaluated, shared, name
 @pytest.mark.parametrize("settings, key", [
     ({}, "data.eval"),
     ({"eval": "x", "eval_holdout": 3}, "data.eval_holdout"),
-    ({"eval_holdout": -1}, "data.eval_holdout"),
-    ({"eval": "x", "eval_limit": 0}, "data.eval_limit"),
 ])
 def test_evaluation_questions_come_from_one_place(settings, key):
     with pytest.raises(ConfigError) as caught:
