@@ -25,7 +25,7 @@ def test_experts_are_what_was_sent_and_compute_what_transformers_does(tmp_path, 
     new = make_qwen3_moe(str(tmp_path / "new"), seed=1, norm_topk_prob=normalise)
     sent = tensors_of(new)
     size = EngineConfig(tensor=workers, max_model_len=128, max_num_seqs=8, kv_cache_mib=32)
-    with EngineProcess(EngineSettings("solver", folder, size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
         digests = engine.update(sent.items(), version=1)
         compare(digests, engine.call("weight_digests"), "the engine")
         (sample,) = engine.generate([request(1, prompt(30))])

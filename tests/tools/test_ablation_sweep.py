@@ -59,7 +59,7 @@ def test_contexts_are_the_workflow_s_own(contexts, tiny_team):
         for context in of.kept:
             if context.prompt:
                 text = tokenizer.text(list(context.prompt))
-                assert text.endswith("answerer:") and any(answer in text for answer in of.answers)
+                assert "answerer:" in text and any(answer in text for answer in of.answers)
         assert tokenizer.text(list(of.gold)).replace(" ", "") == f"<answer>{of.answers[0]}</answer>"
 
 
