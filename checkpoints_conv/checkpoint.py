@@ -26,7 +26,7 @@ class Checkpoint:
             hf_files: folder with the config of a Megatron checkpoint that `to_megatron` did not make.
         """
         if not folder.is_dir():
-            raise ConversionError(f"{folder} is no folder")
+            raise ConversionError(f"{folder} is not a directory")
         self.folder = folder
         self.megatron = is_dist_checkpoint(folder)
         if not self.megatron and not (folder / "config.json").is_file():

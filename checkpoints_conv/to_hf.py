@@ -36,7 +36,7 @@ def to_hf(
         ConversionError: see `DistReader` and `Staging`.
     """
     if not megatron.is_dir():
-        raise ConversionError(f"{megatron} is no folder")
+        raise ConversionError(f"{megatron} is not a directory")
     if not is_dist_checkpoint(megatron):
         instead = "it is a Hugging Face folder" if (megatron / "config.json").is_file() else "it lacks metadata.json or .metadata"
         raise ConversionError(f"{megatron} is no complete Megatron distributed checkpoint: {instead}")

@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     console.print(table)
     console.print(modes)
     faults = [finding.name for finding in findings if finding.ok is False]
-    console.print(f"[red]to mend: {', '.join(faults)}[/]" if faults else "[green]everything a run needs is here[/]")
+    console.print(f"[red]to fix: {', '.join(faults)}[/]" if faults else "[green]everything a run needs is here[/]")
     return 1 if faults else 0
 
 

@@ -70,7 +70,7 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
     from megatron_drmas.data.sampler import QuestionSampler
     from megatron_drmas.evaluate import evaluate_team
     from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
-    from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
+    from megatron_drmas.observability.run_log import RunLog, finished_summary, closing_summary
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
@@ -93,7 +93,7 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
 
     finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
     if finished:
-        print("nothing left to do:", *last_words(run_dir, finished), sep="\n")
+        print("nothing left to do:", *closing_summary(run_dir, finished), sep="\n")
         return
 
     resume_step = done if resumed else None
@@ -123,7 +123,7 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
-                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.of_turns),
+                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.use_turn_rewards),
                             lambda count: [questions[index] for index in sampler.draw(count)],
                             config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
                         )

@@ -227,7 +227,7 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"{key}.prompt", None, f"uses {', '.join(sorted(unknown))}, which nothing sets", f"the workflow gives it: {given}")
     for name in config.policies:
         if all(agent.policy != name for agent in agents.values()):
-            raise ConfigError(f"policies.{name}", None, "speaks for no agent", "map an agent to it or remove it")
+            raise ConfigError(f"policies.{name}", None, "is not used by any agent", "map an agent to it or remove it")
 
 
 def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> None:

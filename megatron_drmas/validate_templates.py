@@ -109,7 +109,7 @@ class _Enough(Exception):
 class _Rehearsal:
     """The `Context` of a workflow whose agents' outputs are made up: by turns each takes one of `choices`."""
 
-    rewards_turns = True
+    use_turn_rewards = True
 
     def __init__(self, team: Team, tools: dict[str, Tool], choices: list[int], prompts: dict[str, list[list[dict[str, str]]]]):
         self._team, self._tools, self._choices, self._prompts = team, tools, choices, prompts

@@ -47,7 +47,7 @@ def test_this_environment_is_whole(capsys):
 def test_a_missing_or_wrong_version_is_a_fault_that_is_named(installed, capsys, name, version):
     installed[name] = version
     assert doctor.main() == 1
-    assert f"to mend: {name}" in capsys.readouterr().out
+    assert f"to fix: {name}" in capsys.readouterr().out
     assert rows()[name].found == (version or "missing") and rows()[name].effect
 
 

@@ -47,13 +47,13 @@ def main() -> None:
         sys.exit(f"{args.out} exists; remove it, or choose another folder")
     with tempfile.TemporaryDirectory() as temporary:
         install(PACKAGES, Path(temporary))
-        beside = args.out.with_name(args.out.name + ".incomplete")
+        temp_path = args.out.with_name(args.out.name + ".incomplete")
         subprocess.run(
-            [sys.executable, __file__, "--out", beside, "--packages", temporary],
+            [sys.executable, __file__, "--out", temp_path, "--packages", temporary],
             env={**os.environ, "PYTHONPATH": temporary},
             check=True,
         )
-        beside.rename(args.out)
+        temp_path.rename(args.out)
 
 
 if __name__ == "__main__":

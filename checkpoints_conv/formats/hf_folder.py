@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict:
         ConversionError: names the file that is missing or broken.
     """
     if not path.parent.is_dir():
-        raise ConversionError(f"{path.parent} is no folder")
+        raise ConversionError(f"{path.parent} is not a directory")
     if not path.is_file():
         raise ConversionError(f"{path} does not exist")
     try:

@@ -61,7 +61,7 @@ class Staging:
         """The folder to write to.
 
         What was written when the file system fails, or the user stops it, is kept for the next run.  A source that turns out
-        to be damaged must be mended or replaced first, and then nothing of it could be used: the folder is removed.
+        to be damaged must be fixed or replaced first, and then nothing of it could be used: the folder is removed.
 
         Raises:
             ConversionError: names the file and what the file system said.

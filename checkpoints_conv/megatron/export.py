@@ -62,24 +62,24 @@ def export_hf_folder(
         source: folder with the config, tokenizer and chat template to copy.
     """
     folder = Path(folder)
-    beside = folder.with_name(folder.name + ".incomplete")
+    temp_path = folder.with_name(folder.name + ".incomplete")
     first = torch.distributed.get_rank() == 0
     if first:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        shutil.rmtree(temp_path, ignore_errors=True)
+        temp_path.mkdir(parents=True)
     own = plan_shards(stage_entries(model_chunks, spec), max_shard_bytes)
     stages = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     torch.distributed.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
     shards = [shard for stage in stages for shard in stage]
     before = sum(map(len, stages[: parallel_state.get_pipeline_model_parallel_rank()]))
     torch.distributed.barrier()
-    files = [beside / name for name in shard_names(len(shards))[before : before + len(own)]]
+    files = [temp_path / name for name in shard_names(len(shards))[before : before + len(own)]]
     _write_stage(iter_hf_tensors(model_chunks, spec), own, files)
     torch.distributed.barrier()
     if first:
-        write_index(beside, shards)
-        copy_side_files(Path(source), beside, shards[0][0].dtype)
-        replace_folder(beside, folder)
+        write_index(temp_path, shards)
+        copy_side_files(Path(source), temp_path, shards[0][0].dtype)
+        replace_folder(temp_path, folder)
     torch.distributed.barrier()
 
 

@@ -33,10 +33,10 @@ def save_checkpoint(
     Collective.  The folder must be on storage that all ranks share.
     """
     target = Path(path)
-    beside = target.with_name(target.name + ".incomplete")
+    temp_path = target.with_name(target.name + ".incomplete")
     if dist.get_rank() == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        shutil.rmtree(temp_path, ignore_errors=True)
+        temp_path.mkdir(parents=True)
     dist.barrier()
     state = _state(model, optimizer, schedule, loading=False)
     state["layout"] = _layout(parallel)
@@ -44,12 +44,12 @@ def save_checkpoint(
     state["random"] = _random_object(_random_states())
     # A synchronous save's results stay in this process; Megatron's own queue lives in a process that outlives a killed rank.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(beside))
+    dist_checkpointing.save(state, str(temp_path))
     dist.barrier()
     if dist.get_rank() == 0:
         if target.exists():
             shutil.rmtree(target)
-        os.replace(beside, target)
+        os.replace(temp_path, target)
     dist.barrier()
 
 

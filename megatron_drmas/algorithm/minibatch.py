@@ -54,8 +54,8 @@ def plan_microbatches(lengths: Tensor, budget_tokens: int, dp_size: int = 1) -> 
     bins.sort(key=lambda members: -sum(sizes[row] for row in members))
     plan: list[list[Tensor]] = [[] for _ in range(dp_size)]
     for position, members in enumerate(bins):
-        lap, seat = divmod(position, dp_size)
-        plan[seat if lap % 2 == 0 else dp_size - 1 - seat].append(torch.tensor(sorted(members), dtype=torch.int64))
+        round_, rank = divmod(position, dp_size)
+        plan[rank if round_ % 2 == 0 else dp_size - 1 - rank].append(torch.tensor(sorted(members), dtype=torch.int64))
     return plan
 
 

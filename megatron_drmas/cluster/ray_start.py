@@ -108,7 +108,7 @@ def _unusable(place: str) -> Optional[str]:
     if length > LONGEST_SOCKET:
         return f"is {length - LONGEST_SOCKET} characters too long for the path of a socket"
     if not os.path.isdir(place):
-        return "is no folder"
+        return "is not a directory"
     free = shutil.disk_usage(place).free
     return f"has {free >> 20} MiB free of the {TEMPORARY_BYTES >> 20} that it takes" if free < TEMPORARY_BYTES else None
 

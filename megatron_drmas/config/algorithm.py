@@ -28,7 +28,7 @@ class RewardConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     @property
-    def of_turns(self) -> bool:
+    def use_turn_rewards(self) -> bool:
         """Whether what calls earn by themselves counts."""
         return bool(self.role or self.turn)
 

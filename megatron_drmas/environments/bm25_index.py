@@ -88,17 +88,17 @@ def _write(folder: Path, bm25: bm25s.BM25, offsets: np.ndarray) -> None:
     """Cache an index; a place that cannot be written costs the next start its index, not this one."""
     try:
         folder.parent.mkdir(exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
+        temp_path = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     except OSError as error:
         logger.warning("the BM25 index is not cached, every start builds it again: %s", error)
         return
     try:
-        bm25.save(beside, show_progress=False)
-        np.save(beside / "offsets.npy", offsets)
+        bm25.save(temp_path, show_progress=False)
+        np.save(temp_path / "offsets.npy", offsets)
         try:
-            os.rename(beside, folder)
+            os.rename(temp_path, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process finished the same index first
                 raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temp_path, ignore_errors=True)

@@ -95,9 +95,9 @@ def _build(corpus: Path, count: int, folder: Path, encoder: Encoder) -> Path:
     for start in track(range(0, count, PART), f"encoding {count:,} passages", console=Console(stderr=True)):
         texts = list(islice(contents, PART))
         index.add(_part(parts / f"{start}.npy", texts, encoder))
-    beside = folder / f"{INDEX}.{os.getpid()}"
-    faiss.write_index(index, str(beside))
-    os.replace(beside, file)
+    temp_path = folder / f"{INDEX}.{os.getpid()}"
+    faiss.write_index(index, str(temp_path))
+    os.replace(temp_path, file)
     shutil.rmtree(parts, ignore_errors=True)
     return file
 
@@ -116,7 +116,7 @@ def _part(file: Path, texts: list[str], encoder: Encoder) -> np.ndarray:
 
 
 def _save(file: Path, array: np.ndarray) -> None:
-    beside = file.with_suffix(f".{os.getpid()}")
-    with beside.open("wb") as out:
+    temp_path = file.with_suffix(f".{os.getpid()}")
+    with temp_path.open("wb") as out:
         np.save(out, array)
-    os.replace(beside, file)
+    os.replace(temp_path, file)

@@ -22,15 +22,15 @@ def write_atomically(path: Path, content: str) -> None:
 
     A reader sees the old file or the new one; after an error, the old one.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(beside, "wb") as file:
+        with open(temp_path, "wb") as file:
             file.write(content.encode("utf-8", "xmlcharrefreplace"))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temp_path, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
 
 
 def to_json(value: Any) -> str:

@@ -284,7 +284,7 @@ class RunLog:
         self._report()
         if status != "interrupted":  # whoever stopped it knows
             with self.contained("the closing lines"):
-                for text in last_words(self._run_dir, self._summary.as_dict()):
+                for text in closing_summary(self._run_dir, self._summary.as_dict()):
                     self.note(text)
 
     def _write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def last_words(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+def closing_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """What a run says at its end: what was learnt, and where things lie.
 
     Args:

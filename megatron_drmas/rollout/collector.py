@@ -8,11 +8,12 @@ function of the tokens alone.  The price is that an engine idles while a round's
 
 import asyncio
 import bisect
+import contextlib
 import hashlib
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, Awaitable, Iterable, Optional
+from typing import Any, AsyncIterator, Awaitable, Callable, Iterable, Optional
 
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RolloutConfig
@@ -88,37 +89,74 @@ class Collector:
         self._lockstep = any(client.lockstep for client in clients.values())
 
     async def collect(
-        self, questions: list[Question], samples: int, sampling: Sampling, rewards_turns: bool = False,
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
     ) -> list[Trajectory]:
         """Run the workflow `samples` times on each question.
 
         Args:
-            rewards_turns: let the workflow find out what each call earns by itself.
+            use_turn_rewards: let the workflow find out what each call earns by itself.
 
         Returns:
             len(questions) x samples trajectories, a question's trajectories side by side.
         """
+        groups = [group async for group in self.groups(questions, samples, sampling, use_turn_rewards)]
+        return [trajectory for group in sorted(groups, key=lambda group: group[0].group) for trajectory in group]
+
+    async def groups(
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
+    ) -> AsyncIterator[list[Trajectory]]:
+        """As `collect`, a question at a time: its trajectories, in the order of their samples, when the last has finished."""
+        waiting: dict[int, list[Trajectory]] = defaultdict(list)
+        async with contextlib.aclosing(self.stream(questions, samples, sampling, use_turn_rewards)) as finished:
+            async for trajectory in finished:
+                waiting[trajectory.group].append(trajectory)
+                if len(waiting[trajectory.group]) == samples:
+                    yield sorted(waiting.pop(trajectory.group), key=lambda each: each.sample)
+
+    async def stream(
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
+    ) -> AsyncIterator[Trajectory]:
+        """As `collect`, each trajectory when it has finished; closing the stream ends those that still run."""
         trajectories = [Trajectory(question, group, sample) for group, question in enumerate(questions) for sample in range(samples)]
+        finished: asyncio.Queue[Optional[Trajectory]] = asyncio.Queue()
+
+        async def run(trajectory: Trajectory) -> None:
+            await self._run(trajectory, sampling, use_turn_rewards)
+            finished.put_nowait(trajectory)
+
+        async def run_all() -> None:
+            try:
+                await self._run_all(trajectories, run)
+            finally:
+                finished.put_nowait(None)
+
+        running = asyncio.ensure_future(run_all())
+        try:
+            while (trajectory := await finished.get()) is not None:
+                yield trajectory
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run_all(self, trajectories: list[Trajectory], run: Callable[[Trajectory], Awaitable[None]]) -> None:
         width = self.config.max_in_flight
         if self._lockstep:
             for start in range(0, len(trajectories), width):
-                await self._run_together(trajectories[start:start + width], sampling, rewards_turns)
-        else:
-            gate = asyncio.Semaphore(width)
+                part = trajectories[start:start + width]
+                self.live = len(part)
+                await together(map(run, part))
+            return
+        gate = asyncio.Semaphore(width)
 
-            async def gated(trajectory: Trajectory) -> None:
-                async with gate:
-                    await self._run(trajectory, sampling, rewards_turns)
+        async def gated(trajectory: Trajectory) -> None:
+            async with gate:
+                await run(trajectory)
 
-            await together(gated(trajectory) for trajectory in trajectories)
-        return trajectories
+        await together(map(gated, trajectories))
 
-    async def _run_together(self, trajectories: list[Trajectory], sampling: Sampling, rewards_turns: bool) -> None:
-        self.live = len(trajectories)
-        await together(self._run(trajectory, sampling, rewards_turns) for trajectory in trajectories)
-
-    async def _run(self, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool) -> None:
-        context = _TrajectoryContext(self, trajectory, sampling, rewards_turns)
+    async def _run(self, trajectory: Trajectory, sampling: Sampling, use_turn_rewards: bool) -> None:
+        context = _TrajectoryContext(self, trajectory, sampling, use_turn_rewards)
         try:
             trajectory.outcome = await self.team.workflow.run(context, trajectory.question)
             trajectory.reward = await context.reward(trajectory.outcome)
@@ -145,11 +183,11 @@ class Collector:
 class _TrajectoryContext:
     """The `Context` of one trajectory."""
 
-    def __init__(self, collector: Collector, trajectory: Trajectory, sampling: Sampling, rewards_turns: bool):
+    def __init__(self, collector: Collector, trajectory: Trajectory, sampling: Sampling, use_turn_rewards: bool):
         self._collector = collector
         self._trajectory = trajectory
         self._sampling = sampling
-        self.rewards_turns = rewards_turns
+        self.use_turn_rewards = use_turn_rewards
         self._calls = 0
         self._grades: dict[Optional[str], float] = {}
 

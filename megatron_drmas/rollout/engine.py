@@ -24,7 +24,7 @@ class Engine:
     depends on that submit and the weights alone.  It costs what later requests would have added to running batches, and
     what they would have shared with earlier ones.
 
-    Weights change between `begin_update` and `finish_update`; generation rests meanwhile.  Requests in flight go on
+    Weights change between `begin_update` and `finish_update`; generation is paused meanwhile.  Requests in flight go on
     afterwards with the new weights: their keys and values are computed anew.  An update that fails after some of it was
     loaded leaves the engine unusable until a complete one succeeds; one that fails before leaves the old weights.
 
@@ -97,11 +97,11 @@ class Engine:
             return self._take()
 
     async def init_transfer(self, info: dict) -> None:
-        """Meet the sender, for a back end that needs it (nccl: address, port, ranks)."""
+        """Join the transfer group, for a back end that needs it (nccl: address, port, ranks)."""
         await self._on_thread(lambda: self._core.init_transfer(info))
 
     async def begin_update(self) -> None:
-        """Rest, and expect every tensor of the model; an update that was not finished is given up."""
+        """Pause, and expect every tensor of the model; an update that was not finished is aborted."""
         await self._on_thread(lambda: self._core.begin_update())
 
     async def load_bucket(self, info: dict) -> None:
@@ -203,7 +203,7 @@ class Engine:
         try:
             while self._obey():
                 self._admit(core)
-                if core.running and not core.resting:
+                if core.running and not core.paused:
                     self._deliver(core.step())
             core.shutdown()
             self._die(EngineError("it was shut down"))
@@ -212,7 +212,7 @@ class Engine:
 
     def _obey(self) -> bool:
         """Take all that is in the inbox, waiting for something when there is nothing else to do; False to end."""
-        wait = self._core.resting or not (self._core.running or self._backlog)
+        wait = self._core.paused or not (self._core.running or self._backlog)
         while True:
             try:
                 item = self._inbox.get(block=wait)

@@ -24,7 +24,7 @@ class LLMCore:
     """A loaded model, the requests it is working on, and the state of its weights.
 
     Attributes:
-        resting: an update is on, or its weights are incomplete: `step` must not be called.
+        paused: an update is on, or its weights are incomplete: `step` must not be called.
         incomplete: why the weights must not be used; None when they may.
         counts: see `Engine.stats`.
     """
@@ -55,7 +55,7 @@ class LLMCore:
         return bool(self._running)
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return self._updating or self.incomplete is not None
 
     def admit(self, requests: Iterable[Request]) -> list[Sample]:
@@ -93,14 +93,14 @@ class LLMCore:
         return finished
 
     def init_transfer(self, info: dict) -> None:
-        """Meet the sender."""
+        """Join the transfer group."""
         self._on_workers("init_weight_transfer_engine", init_info=info)
 
     def begin_update(self) -> None:
-        """Rest, and expect every tensor; an update that was not finished is given up."""
+        """Pause, and expect every tensor; an update that was not finished is aborted."""
         if self._updating:
             self._on_workers("finish_weight_update")
-            self._give_up("the update was given up")
+            self._abort("the update was aborted")
         self._manifest.restart()
         self._on_workers("start_weight_update")
         self._updating = True
@@ -114,12 +114,12 @@ class LLMCore:
             self._manifest.admit(info["names"], info["dtype_names"], info["shapes"])
         except WeightSyncError as error:
             self._on_workers("finish_weight_update")
-            self._give_up(str(error))
+            self._abort(str(error))
             raise
         try:
             self._on_workers("update_weights", update_info=info)
         except Exception as error:
-            self._give_up(str(error))
+            self._abort(str(error))
             raise
         self.counts["update_s"] += time.monotonic() - began
 
@@ -131,7 +131,7 @@ class LLMCore:
         missing = self._manifest.missing()
         if missing:
             error = f"{len(missing)} tensors did not come: {', '.join(missing[:5])}"
-            self._give_up(error)
+            self._abort(error)
             raise WeightSyncError(error)
         self._updating, self.incomplete, self._version = False, None, version
         self._llm.set_weight_version(str(version))
@@ -154,7 +154,7 @@ class LLMCore:
     def shutdown(self) -> None:
         self._llm.engine_core.shutdown()
 
-    def _give_up(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         self._updating = False
         if self._manifest.started:
             self.incomplete = reason

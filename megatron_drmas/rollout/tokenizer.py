@@ -109,7 +109,7 @@ class ChatTokenizer:
         self.end_of_turn: int = (sources.get("the chat template") or sources.get("the tokenizer") or self.stop_ids)[0]
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """The chat rendered once, with the mark that lets the assistant speak.
+        """The chat rendered once, with the generation prompt.
 
         Raises:
             ChatError: the template refuses the messages.

@@ -12,11 +12,11 @@ class Context(Protocol):
     """What a workflow can do while it runs one trajectory.
 
     Attributes:
-        rewards_turns: whether what a call earns by itself (`Turn.reward`) counts: algorithm.reward.turn or .role is not 0.
+        use_turn_rewards: whether what a call earns by itself (`Turn.reward`) counts: algorithm.reward.turn or .role is not 0.
             A workflow need not find it out otherwise.
     """
 
-    rewards_turns: bool
+    use_turn_rewards: bool
 
     async def call(self, role: str, **variables: Any) -> Turn:
         """Let the agent that has a role speak.

@@ -60,7 +60,7 @@ class BucketSender(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what carries the data; after the last bucket has been loaded, or when the update is given up."""
+        """Free what carries the data; after the last bucket has been loaded, or when the update is aborted."""
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype]) -> Iterator[NamedTensors]:

@@ -68,7 +68,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 descriptor = os.open(os.path.join(FOLDER, segment), os.O_RDWR)
             except FileNotFoundError as error:
                 raise WeightSyncError(
-                    f"shared-memory segment {segment!r} is gone: its sender ended or gave up the update"
+                    f"shared-memory segment {segment!r} is gone: its sender ended or aborted the update"
                 ) from error
             try:
                 self._mapped[segment] = mmap.mmap(descriptor, 0)

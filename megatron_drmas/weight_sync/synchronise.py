@@ -1,4 +1,4 @@
-"""The driver's side of a weight update: actor ranks send, engines load, and nobody waits for ever."""
+"""The driver's side of a weight update: actor ranks send, engines load, and every wait has a timeout."""
 
 import asyncio
 import logging
@@ -96,7 +96,7 @@ async def synchronise(
 
     Raises:
         WeightSyncError: a rank or an engine died, failed, or did not answer in time: its name and, where one tensor is
-            at fault, the tensor's.  The engines keep resting or say that their weights are incomplete.
+            at fault, the tensor's.  The engines stay paused or say that their weights are incomplete.
     """
     began = time.monotonic()
     update = _Update(asyncio.get_running_loop().time() + timeout_s, timeout_s, version)

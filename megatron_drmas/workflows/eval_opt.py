@@ -29,12 +29,12 @@ class EvalOptWorkflow(Workflow):
         while True:
             shown = {"question": question.text, "history": history[-self.config.history:] if self.config.history else []}
             proposal = await context.call("generator", **shown)
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 proposal.reward = await context.grade(proposal.content)
             if len(history) == self.config.max_turns:
                 return Outcome(proposal.content, {"evaluations": len(history), "accepted": False})
             verdict = await context.call("evaluator", solution=proposal.text.strip(), **shown)
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 verdict.reward = float(verdict.content == (correct if proposal.reward > 0 else incorrect))
             if verdict.content == correct:
                 verdict.verdict = 1

@@ -40,7 +40,7 @@ class MathWorkflow(Workflow):
         history: list[Review] = []
         while True:
             proposal = await context.call("solver", question=question.text, history=self._recent(history))
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 proposal.reward = await context.grade(proposal.content)
             loops = len(history) + 1
             if loops == self.config.max_turns:
@@ -48,7 +48,7 @@ class MathWorkflow(Workflow):
             verdict = await context.call(
                 "verifier", question=question.text, history=self._recent(history), solution=proposal.text.strip(),
             )
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 verdict.reward = float(verdict.content == (approve if proposal.reward > 0 else reject))
             if verdict.content == approve:
                 verdict.verdict = 1

@@ -36,7 +36,7 @@ class OrchWorkersWorkflow(Workflow):
             context.call("worker", question=question.text, strategy=strategy) for strategy in strategies
         )
         answer = await context.call("synthesiser", question=question.text, solutions=[solution.text.strip() for solution in solutions])
-        if context.rewards_turns:
+        if context.use_turn_rewards:
             for solution in solutions:
                 solution.reward = await context.grade(solution.content)
             plan.reward = sum(solution.reward for solution in solutions) / len(solutions)

@@ -52,14 +52,14 @@ class SearchWorkflow(Workflow):
         for turn in range(1, self.config.max_turns + 1):
             shown = {"question": question.text, "turn": turn, "max_turns": self.config.max_turns}
             verdict = await context.call("verifier", history=self._recent(history), **shown)
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 passages = [passage for step in self._recent(history) for passage in step.passages]
                 found = await context.tool("supports", passages=passages)
                 verdict.reward = float(verdict.content == (yes if found else no))
             if verdict.content == yes:
                 verdict.verdict = 1
                 answer = await context.call("answer", history=self._recent(history), **shown)
-                if context.rewards_turns:
+                if context.use_turn_rewards:
                     answer.reward = await context.grade(answer.content)
                 return Outcome(answer.content, {"verdicts": turn, "searches": len(history)})
             if turn == self.config.max_turns:
@@ -67,7 +67,7 @@ class SearchWorkflow(Workflow):
             query = await context.call(self.searcher(history), history=self._recent(history), **shown)
             if query.content is not None:
                 history.append(SearchStep(query.content, await context.tool("search", query=query.content)))
-                if context.rewards_turns:
+                if context.use_turn_rewards:
                     query.reward = float(await context.tool("supports", passages=history[-1].passages))
         return Outcome(None, {"verdicts": self.config.max_turns, "searches": len(history)})
 
@@ -139,11 +139,11 @@ class SearchGatedWorkflow(Workflow):
                 passages = [passage for passage in passages if not await context.tool("supports", passages=[passage])]
             history.append(SearchStep(query.content, passages))
             found = await context.tool("supports", passages=passages)
-            if context.rewards_turns:
+            if context.use_turn_rewards:
                 query.reward = float(found)
             if found:
                 answer = await context.call("answer", history=recent(history, self.config.history), **shown)
-                if context.rewards_turns:
+                if context.use_turn_rewards:
                     answer.reward = await context.grade(answer.content)
                 return Outcome(answer.content, {"searches": len(history), "found": True})
         return Outcome(None, {"searches": len(history), "found": False}, reward=self.options.otherwise)

@@ -14,6 +14,6 @@ class SingleWorkflow(Workflow):
 
     async def run(self, context: Context, question: Question) -> Outcome:
         solution = await context.call("solver", question=question.text)
-        if context.rewards_turns:
+        if context.use_turn_rewards:
             solution.reward = await context.grade(solution.content)
         return Outcome(solution.content)

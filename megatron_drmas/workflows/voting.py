@@ -35,7 +35,7 @@ class VotingWorkflow(Workflow):
         pick = await context.call("aggregator", question=question.text, candidates=candidates)
         picked = {str(number): vote for number, vote in enumerate(votes, 1)}.get(pick.content or "")
         answer = picked.content if picked else None
-        if context.rewards_turns:
+        if context.use_turn_rewards:
             for vote in votes:
                 vote.reward = await context.grade(vote.content)
             if any(vote.reward > 0 for vote in votes):

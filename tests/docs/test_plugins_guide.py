@@ -40,7 +40,7 @@ def config(guide):
 class Scripted:
     """A context whose agents say what they are told to; tools and grading are real."""
 
-    rewards_turns = False
+    use_turn_rewards = False
 
     def __init__(self, environment, **said):
         self.environment, self.said, self.prompts = environment, said, {}

@@ -1,4 +1,4 @@
-"""The run's own retrieval server may die or hang: it is started again and no query knows; what cannot be mended ends by its name."""
+"""The run's own retrieval server may die or hang: it is started again and no query knows; what cannot be fixed ends by its name."""
 
 import asyncio
 import json

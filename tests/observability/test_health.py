@@ -16,8 +16,8 @@ def turn(agent, index=0, valid=True, finish="stop"):
     return Turn(agent, "p", index, [], [1], [2], [-0.1], 8, finish, 0, "t", "t" if valid else None)
 
 
-def trajectory(agents=("search",), failure=None, reward=0.0, **of_turns):
-    turns = [turn(agent, index, **of_turns) for index, agent in enumerate(agents)]
+def trajectory(agents=("search",), failure=None, reward=0.0, **use_turn_rewards):
+    turns = [turn(agent, index, **use_turn_rewards) for index, agent in enumerate(agents)]
     return Trajectory(QUESTION, 0, 0, turns, reward=reward, failure=failure, failure_detail=failure and f"{failure} said no")
 
 

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_drmas.config.schema import HealthConfig
 from megatron_drmas.observability.history import HistoryError, read_json_lines
 from megatron_drmas.observability.records import SAMPLED
-from megatron_drmas.observability.run_log import RunLog, finished_summary, last_words
+from megatron_drmas.observability.run_log import RunLog, finished_summary, closing_summary
 from megatron_drmas.observability.summary import Summary
 from tests.observability.conftest import CONFIG, evaluation_record, step_record
 
@@ -289,7 +289,7 @@ def test_what_is_only_to_be_looked_at_never_ends_a_run(tmp_path, play, undisturb
 
 
 @pytest.mark.parametrize(
-    "function", ["write_report", "Summary.add", "TensorBoard.add", "Progress.step", "Progress.evaluation", "last_words"]
+    "function", ["write_report", "Summary.add", "TensorBoard.add", "Progress.step", "Progress.evaluation", "closing_summary"]
 )
 def test_a_fault_in_what_shows_a_run_is_a_warning(tmp_path, play, undisturbed, capsys, monkeypatch, function):
     def fail(*_, **__):
@@ -321,7 +321,7 @@ def test_an_evaluation_with_other_settings_is_no_before(tmp_path, play, read_sum
     log.finish("finished")
     found = read_summary(tmp_path)["evaluation"]
     assert found["sampled"]["success"] == {"before": None, "after": 0.8} and found["greedy"]["success"]["before"] == 0.2
-    assert "→" not in "".join(line for line in last_words(tmp_path, read_summary(tmp_path)) if "sampled" in line)
+    assert "→" not in "".join(line for line in closing_summary(tmp_path, read_summary(tmp_path)) if "sampled" in line)
 
 
 def test_a_damaged_line_is_named_and_a_damaged_summary_is_made_anew(tmp_path, play, read_summary):

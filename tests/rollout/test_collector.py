@@ -103,7 +103,9 @@ def script(query="q", answer="x"):
     return verifier, rest
 
 
-def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewards_turns=False, team=TEAM):
+def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, use_turn_rewards=False, team=TEAM, take=None):
+    """Everything that is collected, or what `take` makes of the collector; and the engines."""
+
     async def run():
         built = {name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)] for name, group in engines.items()}
         clients = {name: PolicyClient(name, group, timeout_s, lockstep) for name, group in built.items()}
@@ -115,7 +117,9 @@ def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, rewa
             config or RolloutConfig(), seed=5,
         )
         try:
-            return await collector.collect(QUESTIONS, samples, SAMPLING, rewards_turns), built
+            if take is not None:
+                return await take(collector), built
+            return await collector.collect(QUESTIONS, samples, SAMPLING, use_turn_rewards), built
         finally:
             for client in clients.values():
                 await client.__aexit__(None, None, None)
@@ -132,6 +136,47 @@ def test_trajectories_keep_the_sampled_ids_and_come_in_order():
         assert [turn.agent for turn in trajectory.turns] == ["verifier", "search", "verifier", "answer"]
         for turn in trajectory.turns:
             assert "".join(map(chr, turn.token_ids)) == turn.text and turn.weight_version == 3
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_stream_yields_what_collect_returns_each_trajectory_once_and_whole_groups(lockstep):
+    verifier, rest = script()
+
+    async def streamed(collector):
+        return [trajectory async for trajectory in collector.stream(QUESTIONS, 3, SAMPLING)]
+
+    async def grouped(collector):
+        return [group async for group in collector.groups(QUESTIONS, 3, SAMPLING)]
+
+    def outputs(trajectories):
+        return {(t.group, t.sample): [turn.text for turn in t.turns] for t in trajectories}
+
+    whole, _ = collect({"v": [verifier], "s": [rest]}, 3, lockstep)
+    stream, _ = collect({"v": [verifier], "s": [rest]}, 3, lockstep, take=streamed)
+    groups, _ = collect({"v": [verifier], "s": [rest]}, 3, lockstep, take=grouped)
+    assert len(stream) == len(whole) and outputs(stream) == outputs(whole)
+    assert all([t.sample for t in group] == [0, 1, 2] and len({t.group for t in group}) == 1 for group in groups)
+    assert outputs(t for group in groups for t in group) == outputs(whole)
+
+
+def test_a_trajectory_comes_before_slower_ones_have_finished_and_closing_ends_those():
+    verifier, rest = script()
+
+    async def first_two(collector):
+        async def call_tool(name, question, arguments):
+            if question is not QUESTIONS[2]:
+                await asyncio.sleep(3600)
+            return ["passage"]
+
+        collector.environment.call_tool = call_tool
+        stream = collector.stream(QUESTIONS, 2, SAMPLING)
+        found = [await asyncio.wait_for(anext(stream), 5) for _ in range(2)]
+        before = len(asyncio.all_tasks())
+        await stream.aclose()
+        return {trajectory.group for trajectory in found}, before - len(asyncio.all_tasks())
+
+    (groups, ended), _ = collect({"v": [verifier], "s": [rest]}, take=first_two)
+    assert groups == {2} and ended >= 6, "the six that wait for their tool"
 
 
 def test_a_request_s_seed_depends_on_its_place_and_nothing_else():
@@ -314,7 +359,7 @@ def test_a_prompt_that_cannot_fit_masks_the_trajectory():
 
 def test_a_role_earns_the_mean_of_what_its_calls_earned():
     verifier, rest = script()
-    trajectories, _ = collect({"v": [verifier], "s": [rest]}, rewards_turns=True)
+    trajectories, _ = collect({"v": [verifier], "s": [rest]}, use_turn_rewards=True)
     for trajectory in trajectories:  # the verifier is right to say no, and wrong to say yes to a passage without the answer
         assert [turn.reward for turn in trajectory.turns] == [1, 0, 0, 1]
         assert trajectory.role_rewards == {"verifier": 0.5, "search": 0.0, "answer": 1.0}

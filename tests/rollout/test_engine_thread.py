@@ -36,7 +36,7 @@ class CountingCore:
         return bool(self._left)
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return self.updating or self.incomplete is not None
 
     def admit(self, requests: list[Request]) -> list[Sample]:

@@ -99,7 +99,7 @@ def test_the_right_query_finds_its_passage_first(data, index):
 class ScriptedTeam(ScriptedTools):
     """A `Context` whose agents are functions of (question, history); retrieval is real."""
 
-    rewards_turns = False
+    use_turn_rewards = False
 
     def __init__(self, index: Bm25Index, **agents):
         self.index, self.agents = index, agents

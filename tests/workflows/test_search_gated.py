@@ -29,8 +29,8 @@ QUESTION = Question("0", "who?", ("x",))
 class Script(ScriptedTools):
     """A context whose Search agent asks these queries; a query finds the passages "about QUERY" and "other"."""
 
-    def __init__(self, queries, chance, answer="x", rewards_turns=False):
-        self.queries, self.drawn, self.answer, self.rewards_turns = list(queries), chance, answer, rewards_turns
+    def __init__(self, queries, chance, answer="x", use_turn_rewards=False):
+        self.queries, self.drawn, self.answer, self.use_turn_rewards = list(queries), chance, answer, use_turn_rewards
         self.turns, self.histories = [], []
 
     async def call(self, agent, **variables):
@@ -53,8 +53,8 @@ class Script(ScriptedTools):
         return any("x" in passage.split() for passage in passages)
 
 
-def run(queries, chance=0.0, answer="x", rewards_turns=False, max_turns=2, **options):
-    script = Script(queries, chance, answer, rewards_turns)
+def run(queries, chance=0.0, answer="x", use_turn_rewards=False, max_turns=2, **options):
+    script = Script(queries, chance, answer, use_turn_rewards)
     config = WorkflowConfig(name="search_gated", max_turns=max_turns, options=options)
     outcome = asyncio.run(WORKFLOWS["search_gated"](config).run(script, QUESTION))
     return script, [turn.agent for turn in script.turns], outcome
@@ -82,7 +82,7 @@ def test_retrieval_loses_the_answer_in_a_share_of_the_trajectories(chance, keep,
 
 
 def test_calls_earn_their_own():
-    script, _, _ = run(["a", "x"], answer="y", rewards_turns=True)
+    script, _, _ = run(["a", "x"], answer="y", use_turn_rewards=True)
     assert [turn.reward for turn in script.turns] == [0.0, 1.0, 0.0]
 
 

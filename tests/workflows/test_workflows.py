@@ -18,8 +18,8 @@ QUESTION = Question("0", "who?", ("x",))
 class Script(ScriptedTools):
     """A context whose agents say what a script tells them; None is a malformed output."""
 
-    def __init__(self, lines, rewards_turns, declared):
-        self.rewards_turns, self.turns, self.declared = rewards_turns, [], declared
+    def __init__(self, lines, use_turn_rewards, declared):
+        self.use_turn_rewards, self.turns, self.declared = use_turn_rewards, [], declared
         self.lines = {agent: list(contents) for agent, contents in lines.items()}
         self.calls, self.queries, self.histories = [], [], []
 
@@ -45,8 +45,8 @@ class Script(ScriptedTools):
         return any(gold in passage.split() for gold in QUESTION.answers for passage in passages)
 
 
-def run(name, lines, rewards_turns=False, **config):
-    script = Script(lines, rewards_turns, WORKFLOWS[name].agents)
+def run(name, lines, use_turn_rewards=False, **config):
+    script = Script(lines, use_turn_rewards, WORKFLOWS[name].agents)
     outcome = asyncio.run(WORKFLOWS[name](WorkflowConfig(name=name, **config)).run(script, QUESTION))
     return script, outcome
 
@@ -137,7 +137,7 @@ class NextCall(Exception):
 class Branch(ScriptedTools):
     """A context that plays contents in the order of the calls and stops at the first call beyond them."""
 
-    rewards_turns = False
+    use_turn_rewards = False
 
     def __init__(self, contents, said, declared):
         self.contents, self.said, self.declared, self.calls = contents, said, declared, []
@@ -235,14 +235,14 @@ def test_single_is_one_call():
 ])
 def test_what_a_call_earns_by_itself(name, lines, earned):
     """In the order of the calls; "x" is the answer.  None of it is looked at unless asked for."""
-    script, _ = run(name, lines, rewards_turns=True, max_turns=sum(map(len, lines.values())))
+    script, _ = run(name, lines, use_turn_rewards=True, max_turns=sum(map(len, lines.values())))
     assert [turn.reward for turn in script.turns[:len(earned)]] == earned
     script, _ = run(name, lines, max_turns=sum(map(len, lines.values())))
     assert not any(turn.reward for turn in script.turns)
 
 
 def test_a_solution_that_nobody_reviews_earns_its_grade():
-    script, _ = run("math", {"solver": ["z", "x"], "verifier": ["reject"]}, rewards_turns=True, max_turns=2)
+    script, _ = run("math", {"solver": ["z", "x"], "verifier": ["reject"]}, use_turn_rewards=True, max_turns=2)
     assert [turn.reward for turn in script.turns] == [0, 1, 1]
 
 

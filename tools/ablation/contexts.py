@@ -55,7 +55,7 @@ class _Waiting(Exception):
 class _Scripted:
     """A `Context` of a workflow that replays the queries so far; `pending` is the call that it then waits for."""
 
-    rewards_turns = False
+    use_turn_rewards = False
 
     def __init__(
         self, queries: list[tuple[str, Optional[str]]], lost: bool, environment: SearchEnvironment, question: Question, find: Any

@@ -92,7 +92,7 @@ def _panels(count: int, columns: int) -> tuple:
 
 def _save(figure, path: Path) -> None:
     for suffix in (".png", ".svg"):
-        beside = path.with_suffix(f".part{suffix}")
-        figure.savefig(beside, dpi=120)
-        beside.replace(path.with_suffix(suffix))
+        temp_path = path.with_suffix(f".part{suffix}")
+        figure.savefig(temp_path, dpi=120)
+        temp_path.replace(path.with_suffix(suffix))
     plt.close(figure)

@@ -117,10 +117,10 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
             axis.set(title=f"{precision}: gradient norm, {policy}", xlabel="step", yscale="log")
         _spike_bars(row[-1], variants, policies)
         row[-1].set(title=f"{precision}: spikes a run, and non-finite steps")
-    beside = path.with_suffix(".part.png")
-    figure.savefig(beside, dpi=120)
+    temp_path = path.with_suffix(".part.png")
+    figure.savefig(temp_path, dpi=120)
     plt.close(figure)
-    beside.replace(path)
+    temp_path.replace(path)
 
 
 def _spike_bars(axis, variants: dict[str, list[Run]], policies: list[str]) -> None:

@@ -64,7 +64,7 @@ def _make(tiny_team: Path, folder: Path, seed: int) -> None:
                 device="cpu",
             )
         )
-        beside = folder.with_name(f"{folder.name}.part")
-        store_policy(tuned, beside)
+        temp_path = folder.with_name(f"{folder.name}.part")
+        store_policy(tuned, temp_path)
         shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
+        temp_path.rename(folder)

@@ -42,8 +42,8 @@ def write_data(folder: Path, seed: int) -> None:
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     """Write one JSON object a line, beside and then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    with beside.open("w") as file:
+    temp_path = path.with_name(path.name + ".part")
+    with temp_path.open("w") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(beside, path)
+    os.replace(temp_path, path)

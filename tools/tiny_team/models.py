@@ -66,8 +66,8 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
 def store_policy(folder: Path, to: Path) -> None:
     """Copy a policy's folder with the weights rounded to bfloat16, which halves them; replaces what is at `to`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
-    beside = to.with_name(to.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    save_policy(model, beside)
+    temp_path = to.with_name(to.name + ".part")
+    shutil.rmtree(temp_path, ignore_errors=True)
+    save_policy(model, temp_path)
     shutil.rmtree(to, ignore_errors=True)
-    beside.rename(to)
+    temp_path.rename(to)
