@@ -10,6 +10,7 @@ import torch
 from jinja2 import TemplateError
 
 import megatron_drmas.environments  # noqa: F401  registers the environments
+import megatron_drmas.weight_sync  # noqa: F401  registers the transports
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
@@ -25,11 +26,13 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.environments.exact_match import NORMALIZATIONS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -54,7 +57,7 @@ AT_LEAST_POLICY = {
     "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1, "engine.replicas": 1, "engine.tensor": 1,
     "engine.max_model_len": 1, "engine.max_num_seqs": 1, "engine.kv_cache_mib": 1, "micro_batch_tokens": 1,
     "optimizer.lr": 0.0, "optimizer.min_lr": 0.0, "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0, "optimizer.decay_steps": 0,
-    "optimizer.weight_decay": 0.0, "optimizer.eps": 0.0,
+    "optimizer.weight_decay": 0.0,
 }
 
 
@@ -100,7 +103,12 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         _check_room(name, policy, config)
     _check_environment(config, files)
     device = resolve_device(config)
-    place(config, device)
+    placement = place(config, device)
+    for name, policy in config.policies.items():
+        actors, engines = placement.actors[name], placement.engines[name]
+        shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
+        route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
+        choose_transport(config.cluster.transport, route, name)
     if machine:
         check_ray(config.cluster.nodes if device == "cuda" else 1)
     warnings = []
@@ -316,6 +324,10 @@ def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> Non
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(policy.optimizer, key) < 1:
             raise ConfigError(f"{prefix}.optimizer.{key}", getattr(policy.optimizer, key), "is out of range", "use a number in [0, 1)")
+    if not policy.optimizer.eps > 0:
+        raise ConfigError(f"{prefix}.optimizer.eps", policy.optimizer.eps, "divides 0 by 0 where a gradient is 0", "use a number above 0; 1e-8 is usual")
+    if not 0 < policy.engine.gpu_memory_utilization <= 1:
+        raise ConfigError(f"{prefix}.engine.gpu_memory_utilization", policy.engine.gpu_memory_utilization, "is no share", "use a number in (0, 1]")
     if policy.optimizer.min_lr > policy.optimizer.lr:
         raise ConfigError(f"{prefix}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
     decay_steps = policy.optimizer.schedule_steps(optimizer_steps)
@@ -334,6 +346,11 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
     if policy.engine.max_model_len < longest:
         raise ConfigError(
             key, policy.engine.max_model_len, f"prompt and response together may have {longest} tokens",
+            "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
+        )
+    if policy.trainable and policy.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"policies.{name}.micro_batch_tokens", policy.micro_batch_tokens, f"one call may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
 

@@ -168,6 +168,14 @@ def test_a_third_choice_is_no_verdict():
     ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
     ("rollout.top_p=0", "rollout.top_p", "0"),
     ("rollout.temperature=0", "rollout.temperature", "0"),
+    ("policies.llama.optimizer.eps=0", "policies.llama.optimizer.eps", "0"),
+    ("policies.llama.engine.gpu_memory_utilization=1.5", "policies.llama.engine.gpu_memory_utilization", "1.5"),
+    ("policies.llama.micro_batch_tokens=100", "policies.llama.micro_batch_tokens", "100"),
+    ("cluster.transport=carrier_pigeon", "cluster.transport", "choose one of: auto"),
+    ("cluster.transport=nccl", "cluster.transport", "cannot serve policy"),
+    ("environment.retrieval.url=localhost:8000", "environment.retrieval.url", "http://HOST"),
+    ("environment.retrieval.url=http://", "environment.retrieval.url", "is no address"),
+    ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is no address"),
 ])
 def test_a_bad_setting_is_named(compose, override, key, value):
     with pytest.raises(ConfigError) as caught:
