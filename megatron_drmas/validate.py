@@ -8,6 +8,7 @@ import torch
 from jinja2 import TemplateError
 
 import megatron_drmas.environments  # noqa: F401  registers the environments
+import megatron_drmas.weight_sync  # noqa: F401  registers the transports
 import megatron_drmas.workflows  # noqa: F401  registers the workflows
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
@@ -24,10 +25,12 @@ from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.setting import check_settings
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 
 def validate(config: RunConfig, files: bool = True, machine: bool = True) -> list[str]:
@@ -60,7 +63,12 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         _check_room(name, policy, config)
     _check_environment(config, files)
     device = resolve_device(config)
-    place(config, device)
+    placement = place(config, device)
+    for name, policy in config.policies.items():
+        actors, engines = placement.actors[name], placement.engines[name]
+        shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
+        route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
+        choose_transport(config.cluster.transport, route, name)
     if machine:
         check_ray(config.cluster.nodes if device == "cuda" else 1)
     warnings = []
@@ -259,6 +267,11 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
     if policy.engine.max_model_len < longest:
         raise ConfigError(
             key, policy.engine.max_model_len, f"prompt and response together may have {longest} tokens",
+            "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
+        )
+    if policy.trainable and policy.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"policies.{name}.micro_batch_tokens", policy.micro_batch_tokens, f"one call may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
 

@@ -46,7 +46,7 @@ def import_plugins(plugins: Sequence[str], folder: Path | None = None) -> list[s
             _import(name, path)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError("plugins", plugin, f"its import failed: {_where(error, path)}{type(error).__name__}: {error}", "correct it") from error
         resolved.append(str(path) if path else plugin)
     return resolved

@@ -41,7 +41,7 @@ class OptimizerConfig:
     decay_steps: int = setting("Optimizer steps over which it falls; 0: the whole run", 0, minimum=0)
     beta1: float = setting("AdamW's decay of the gradient's mean", 0.9, minimum=0, below=1)
     beta2: float = setting("AdamW's decay of the gradient's square", 0.999, minimum=0, below=1)
-    eps: float = setting("AdamW's epsilon", 1e-8, minimum=0)
+    eps: float = setting("AdamW's epsilon", 1e-8, above=0)
     weight_decay: float = setting("AdamW's weight decay", 0.01, minimum=0)
     grad_clip: float = setting("Largest norm of a step's gradient; 0: no limit", 1.0, minimum=0)
     distributed: bool = setting("Megatron's distributed optimizer: its state is cut over the data-parallel ranks", True)

@@ -19,6 +19,7 @@ and `id`, `id` without a source, and `#n` for the n-th line (row, in parquet) wi
 an id are written %25 and %23.  An id need be unique within its source only, since merged sets number each part anew.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -28,6 +29,8 @@ from megatron_drmas.data.rows import decoded, flaw, is_missing, read_rows
 
 REMEDY = 'each row needs "question" and "answer" or "answers"'
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+PYTHON_LIST = re.compile(r"(?:array\()?\[\s*['\"].*['\"]\s*\](?:, dtype=.*)?\)?", re.DOTALL)
+WORKED = re.compile(r"^####\s*\S", re.MULTILINE)
 KNOWN = {"id", "question", "answers", "answer", "golden_answers", "data_source"}
 
 
@@ -153,8 +156,10 @@ def _answers(given: Any) -> tuple[str, ...]:
             raise _Flaw(f"has the answer {answer!r}, which is neither a text nor a number")
         if not isinstance(answer, str) and not float("-inf") < answer < float("inf"):
             raise _Flaw(f"has the answer {answer!r}, which is no finite number")
-        if isinstance(answer, str) and answer.strip().startswith("['") and answer.strip().endswith("']"):
+        if isinstance(answer, str) and PYTHON_LIST.fullmatch(answer.strip()):
             raise _Flaw(f"has the answer {answer!r}, a list that was written as Python text; write it as a list")
+        if isinstance(answer, str) and WORKED.search(answer):
+            raise _Flaw("has an answer that is a worked solution with its result after '####' (GSM8K's form), which no answer equals; keep the result alone")
         if isinstance(answer, str):
             _check_text("answer", answer)
     return tuple(_number(answer) for answer in answers)

@@ -13,7 +13,8 @@ from typing import Any, Iterator, Optional
 from megatron_drmas.config.errors import ConfigError
 
 BATCH_ROWS = 4096
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# also what is left of \times, \text{, \theta, \right, \neq, … once "\\t", "\\r" or "\\n" was read as one character
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\t(?=imes|ext\{|frac|heta|binom|riangle)|\r(?=ight|angle|ceil|floor)|\n(?=eq\b|abla|otin)")
 
 
 def read_rows(file: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -52,16 +53,20 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(BATCH_ROWS):
+                for at, column in enumerate(batch.columns):
+                    if column.type == pyarrow.float32():  # 0.1 is to stay 0.1, and not become 0.10000000149011612
+                        shortest = column.cast(pyarrow.string()).cast(pyarrow.float64())
+                        batch = batch.set_column(at, batch.schema.field(at).with_type(pyarrow.float64()), shortest)
                 try:
                     rows = batch.to_pylist(maps_as_pydicts="strict")
-                except (UnicodeDecodeError, KeyError):  # somewhere in this batch: row by row, to name it
+                except (UnicodeDecodeError, KeyError, OverflowError, ValueError):  # somewhere in this batch: row by row, to name it
                     rows = (batch.slice(row, 1).to_pylist(maps_as_pydicts="strict")[0] for row in range(len(batch)))
                 for row in rows:
                     number += 1
                     yield f"row {number}", row
     except UnicodeDecodeError as error:
         raise ConfigError(key, str(file), f"row {number + 1} has a text that is not UTF-8 ({error})", "write it again as UTF-8") from error
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
+    except (pyarrow.ArrowException, OSError, KeyError, OverflowError, ValueError) as error:
         problem = f"cannot be read as parquet after row {number}: {error}" if number else f"is not parquet: {error}"
         raise ConfigError(key, str(file), problem, "give a parquet or JSON-lines file") from error
 

@@ -9,11 +9,7 @@ from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.tool import TOOLS, Tool, tools_of
-from megatron_drmas.team.trajectory import Outcome
-
-
-class ServiceFailure(RuntimeError):
-    """A service that trajectories rely on is gone for good; the policies are as they were."""
+from megatron_drmas.team.trajectory import Outcome, ServiceFailure  # noqa: F401  where environments look for it
 
 
 @dataclass(frozen=True)

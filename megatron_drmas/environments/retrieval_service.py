@@ -2,11 +2,13 @@
 
 import asyncio
 import ctypes
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Callable, Optional
+from urllib.parse import urlsplit
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RetrievalConfig
@@ -139,6 +141,8 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
     """
     if not retrieval.url and not retrieval.corpus:
         raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
+    if retrieval.url and not _is_address(retrieval.url):
+        raise ConfigError("environment.retrieval.url", retrieval.url, "is no address", "give one such as http://HOST:8000")
     if retrieval.topk > MAX_TOPK:
         raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
     if retrieval.url and retrieval.encoder:
@@ -159,3 +163,11 @@ def die_with_parent() -> None:
     """For `subprocess.Popen(preexec_fn=…)`: the child is killed when the driver ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", url)
+    except ValueError:  # a port beyond 65535, brackets around no address
+        return False

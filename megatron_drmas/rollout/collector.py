@@ -56,7 +56,7 @@ def finite_reward(value: Any, of_what: str) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= FLOAT32_MAX:
         raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is no finite number")
@@ -254,7 +254,8 @@ class _TrajectoryContext:
     async def reward(self, outcome: Outcome) -> float:
         """The return of an outcome: its own, or the environment's, who grades an answer once."""
         if outcome.reward is not None:
-            return outcome.reward
+            of_what = f"the outcome of workflow {self._collector.team.workflow.config.name!r} has for question {self._trajectory.question.id!r}"
+            return finite_reward(outcome.reward, of_what)
         if outcome.answer not in self._grades:
             environment, question = self._collector.environment, self._trajectory.question
             of_what = f"environment {environment.config.name!r} returned for question {question.id!r}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Awaitable, Callable, Optional, get_type_hints
 
 from megatron_drmas.data.questions import Question
-from megatron_drmas.team.trajectory import TrajectoryFailure
+from megatron_drmas.team.trajectory import ServiceFailure, TrajectoryFailure
 
 ToolFunction = Callable[..., Awaitable[Any]]
 QUESTION = "question"  # the parameter that is filled in
@@ -77,11 +77,12 @@ class Tool:
             arguments = {**arguments, QUESTION: question}
         try:
             return await asyncio.wait_for(self.function(**arguments), self.timeout_s)
-        except TrajectoryFailure:
+        except (TrajectoryFailure, ServiceFailure):
             raise
         except asyncio.TimeoutError as error:
-            raise TrajectoryFailure(self.cause, f"tool {self.name!r} did not end in {self.timeout_s:g} s") from error
-        except (ArithmeticError, LookupError, OSError, ValueError, TypeError) as error:
+            limit = "in time" if self.timeout_s is None else f"in {self.timeout_s:g} s"
+            raise TrajectoryFailure(self.cause, f"tool {self.name!r} did not end {limit}") from error
+        except Exception as error:  # whatever a user's tool, or a library that it calls, raises
             raise TrajectoryFailure(self.cause, f"tool {self.name!r} failed: {type(error).__name__}: {error}") from error
 
     def _check(self, arguments: dict[str, Any]) -> None:

@@ -66,6 +66,10 @@ class Trajectory:
     failure_detail: Optional[str] = None
 
 
+class ServiceFailure(RuntimeError):
+    """A service that trajectories rely on is gone for good; the policies are as they were."""
+
+
 class TrajectoryFailure(Exception):
     """Ends one trajectory, never the run.
 

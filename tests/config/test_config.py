@@ -168,6 +168,14 @@ def test_a_third_choice_is_no_verdict():
     ("algorithm.advantage.mean=median", "algorithm.advantage.mean", "median"),
     ("rollout.top_p=0", "rollout.top_p", "0"),
     ("rollout.temperature=0", "rollout.temperature", "0"),
+    ("policies.llama.optimizer.eps=0", "policies.llama.optimizer.eps", "0"),
+    ("policies.llama.engine.gpu_memory_utilization=1.5", "policies.llama.engine.gpu_memory_utilization", "1.5"),
+    ("policies.llama.micro_batch_tokens=100", "policies.llama.micro_batch_tokens", "100"),
+    ("cluster.transport=carrier_pigeon", "cluster.transport", "choose one of: auto"),
+    ("cluster.transport=nccl", "cluster.transport", "cannot serve policy"),
+    ("environment.retrieval.url=localhost:8000", "environment.retrieval.url", "http://HOST"),
+    ("environment.retrieval.url=http://", "environment.retrieval.url", "is no address"),
+    ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is no address"),
 ])
 def test_a_bad_setting_is_named(compose, override, key, value):
     with pytest.raises(ConfigError) as caught:
@@ -198,7 +206,8 @@ def test_any_map_of_agents_to_policies_composes(compose, team_dir, mapping):
 
 def test_prompts_longer_than_the_model_are_refused(compose):
     with pytest.raises(ConfigError, match="positions"):
-        compose("rollout.max_prompt_tokens=1000000", "policies.qwen2.engine.max_model_len=2000000", "policies.llama.engine.max_model_len=2000000")
+        long = [f"policies.{name}.{key}=2000000" for name in ("qwen2", "llama") for key in ("engine.max_model_len", "micro_batch_tokens")]
+        compose("rollout.max_prompt_tokens=1000000", *long)
 
 
 @pytest.fixture

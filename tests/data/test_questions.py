@@ -204,3 +204,31 @@ def test_every_epoch_is_a_permutation_however_it_is_drawn(size, seed, cuts, shuf
     assert whole.draw(sum(cuts)) == drawn
     for start in range(0, len(drawn) - size + 1, size):
         assert sorted(drawn[start:start + size]) == list(range(size))
+
+
+@pytest.mark.parametrize("answer, problem", [
+    ("6 + 9 = <<6+9=15>>15 apples.\n#### 15", "worked solution"),
+    ("[\"it's\", 'b']", "Python text"),
+    ("array(['a'], dtype=object)", "Python text"),
+    ("3\times 4", "backslash"),
+    ("\neq 2", "backslash"),
+    ("\right)", "backslash"),
+])
+def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer, problem):
+    with pytest.raises(ConfigError, match=f"line 2 .*{problem}"):
+        load(tmp_path, {"question": "q", "answer": "1"}, {"question": "r", "answer": answer})
+
+
+def test_a_float32_column_holds_the_numbers_that_were_written(tmp_path):
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "r"], "answer": pyarrow.array([0.1, 18.0], pyarrow.float32())}), path)
+    assert [question.answers for question in load_questions(str(path), "k")] == [("0.1",), ("18",)]
+
+
+@pytest.mark.parametrize("kind, value", [(pyarrow.timestamp("ns"), 1), (pyarrow.duration("s"), 2**62)], ids=str)
+def test_a_column_that_python_cannot_hold_is_refused_by_row(tmp_path, kind, value):
+    path = tmp_path / "data.parquet"
+    column = pyarrow.array([0, value], kind)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "r"], "answer": ["a", "b"], "when": column}), path)
+    with pytest.raises(ConfigError, match="after row 1"):
+        load_questions(str(path), "k")

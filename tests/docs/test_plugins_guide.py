@@ -86,6 +86,7 @@ def test_the_command_checks_it_and_finds_the_plugin_beside_the_recipe(guide, tmp
 
 @pytest.mark.parametrize("text, problem", [
     ("import nothing_of_the_kind\n", "line 1: ModuleNotFoundError"), ("x = 1 / 0\n", "line 1: ZeroDivisionError"), ("def\n", "SyntaxError"),
+    ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
 ])
 def test_a_plugin_that_fails_is_named_with_its_line(tmp_path, text, problem):
     (tmp_path / "broken_plugin.py").write_text(text)

@@ -17,7 +17,8 @@ from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.rollout.engine_messages import Sample
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.tool import tool
-from megatron_drmas.team.trajectory import TrajectoryFailure
+from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
+from megatron_drmas.team.workflow import WORKFLOWS
 
 QUESTIONS = [Question(str(i), f"question {i}", ("x",)) for i in range(4)]
 SAMPLING = Sampling(1.0, 1.0, "test")
@@ -293,11 +294,20 @@ def test_any_finite_reward_is_one_and_success_is_a_positive_one(monkeypatch, val
         assert trajectory.success is (float(value) > 0)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, None, "right", [1.0], torch.ones(2)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, None, "right", [1.0], torch.ones(2), 10**400])
 def test_a_reward_that_is_no_finite_number_masks_its_trajectory_and_names_environment_and_question(monkeypatch, value):
     for trajectory in rewarded(monkeypatch, value):
         assert trajectory.failure == "reward" and trajectory.reward == 0.0 and not trajectory.success
         assert "environment 'world'" in trajectory.failure_detail and f"question '{trajectory.question.id}'" in trajectory.failure_detail
+
+
+def test_a_workflow_s_own_reward_is_held_to_the_same(monkeypatch):
+    async def run(self, context, question):
+        return Outcome("x", reward=math.nan)
+
+    monkeypatch.setattr(WORKFLOWS["search"], "run", run)
+    for trajectory in rewarded(monkeypatch, 1.0):
+        assert trajectory.failure == "reward" and "workflow 'search'" in trajectory.failure_detail
 
 
 def test_an_environment_says_itself_what_a_success_is(monkeypatch):
