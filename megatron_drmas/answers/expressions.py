@@ -199,6 +199,7 @@ class _Parser:
         return self.atom()
 
     def group(self) -> Expression:
+        """A parenthesis, bracket, brace group or pair of bars."""
         opening = self.take()
         bars, self.bars = self.bars, 0
         value = self.sum()
@@ -233,6 +234,7 @@ class _Parser:
         return "".join(parts[:-1])
 
     def atom(self) -> Expression:
+        """A number, a symbol, a group or a command."""
         text, kind = self.peek(), self.kind()
         if kind == "number":
             if self.peek(1) == "_":
@@ -261,6 +263,7 @@ class _Parser:
         raise Unreadable(f"{text or 'the end'} where a number or a symbol should be")
 
     def command(self) -> Expression:
+        """What a LaTeX command stands for, its arguments taken."""
         name = self.peek()[1:]
         if name == "frac":
             self.take()
@@ -292,6 +295,7 @@ class _Parser:
         raise Unreadable(f"\\{name} is not known")
 
     def function(self, name: str) -> Expression:
+        """A function applied to what follows, such as sin x or log_2 8."""
         apply, exponent = FUNCTIONS[name], None
         if name == "log" and self.peek() == "_":
             self.take()
@@ -355,6 +359,7 @@ class _Parser:
         return None
 
     def matrix(self) -> Expression:
+        """A matrix environment, row by row."""
         opening = re.sub(r"\s", "", self.take())
         kind = opening[len("\\begin{") : -1].rstrip("*")
         if kind not in ("matrix", "pmatrix", "bmatrix", "vmatrix", "smallmatrix", "array"):
