@@ -21,7 +21,7 @@ def config_class(model_type: str, name: str) -> type:
     """transformers' class of a model type, such as "mistral" and "MistralConfig"."""
     module = f"transformers.models.{model_type}.configuration_{model_type}"
     with _quiet():
-        return getattr(importlib.import_module(module) if "transformers" in sys.modules else _import_without_torch(module), name)
+        return getattr(sys.modules.get(module) or _import_without_torch(module), name)
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
@@ -53,24 +53,30 @@ def _quiet() -> Iterator[None]:
 
 
 def _import_without_torch(module: str) -> ModuleType:
-    """A module of transformers that knows of no torch; whoever imports transformers afterwards gets another, whole one.
+    """A module of transformers that knows of no torch; what others import of transformers, before or afterwards, is whole.
 
     With torch in reach, a config's module takes four times as long: it brings model code and scikit-learn along.
     """
     if module not in _private:
         torch, advice = sys.modules.get("torch", _ABSENT), os.environ.get(ADVICE, _ABSENT)
+        whole = _take_transformers()
         handlers = list(logging.getLogger("transformers").handlers)
         sys.modules.update(_private, torch=None)
         os.environ[ADVICE] = "1"  # not that there is no torch
         try:
             importlib.import_module(module)
         finally:
-            for key in [key for key in sys.modules if key.partition(".")[0] == "transformers"]:
-                _private[key] = sys.modules.pop(key)
+            _private.update(_take_transformers())
+            sys.modules.update(whole)
             _restore(sys.modules, "torch", torch)
             _restore(os.environ, ADVICE, advice)
             logging.getLogger("transformers").handlers[:] = handlers
     return _private[module]
+
+
+def _take_transformers() -> dict[str, ModuleType]:
+    """The modules of transformers, out of `sys.modules`."""
+    return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "transformers"}
 
 
 def _restore(mapping: MutableMapping, key: str, before: Any) -> None:
