@@ -1,7 +1,7 @@
 """A mistake is answered with the keys that were probably meant, whole paths, in one line."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -86,6 +86,7 @@ def test_a_name_is_refused_on_the_command_line_too(name):
     assert refusal(f"+policy@policies.{name}=tiny").startswith(f"policies = {name!r}")
 
 
+@settings(max_examples=20)  # each composes a recipe
 @given(st.from_regex(NAME, fullmatch=True))
 def test_what_is_accepted_as_a_name_can_be_overridden(name):
     config = compose_config("search_hetero", [f"+policy@policies.{name}=tiny", f"policies.{name}.model=here"])
