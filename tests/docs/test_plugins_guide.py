@@ -15,8 +15,21 @@ from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.tool import TOOLS
 from megatron_drmas.team.trajectory import TrajectoryFailure, Turn
+from megatron_drmas.team.workflow import WORKFLOWS
 
 QUESTION = Question("0", "what is 2 + 3 ?", ("5",))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_registries():
+    """What the guide registers is gone for the tests that follow."""
+    registries = (ENVIRONMENTS, WORKFLOWS, TOOLS)
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, names in zip(registries, before):
+        registry.clear()
+        registry.update(names)
+    sys.modules.pop("sums", None)
 
 
 @pytest.fixture(scope="module")
