@@ -44,7 +44,7 @@ async def run(config: RunConfig) -> None:
                 raise
             checkpoints.discard_partial()
             saved = checkpoints.resumable()
-            rest = f"the same command continues from {saved[-1]}" if saved else "nothing was saved yet"
+            rest = f"{continuing(config)} from {saved[-1]}" if saved else "nothing was saved yet"
             sys.exit(f"stopped at once by {stop.requested}; {rest}")
 
 
@@ -158,12 +158,17 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                     await stop.unless_requested(evaluate_team(cluster, log, sets.evaluation, step))
                 if stop.requested:
                     await saver.save()
-                    sys.exit(f"stopped by {stop.requested} after step {step}; the same command continues from there")
+                    sys.exit(f"stopped by {stop.requested} after step {step}; {continuing(config)} from there")
             stop.polite(None)
 
             if config.checkpoint.export:
                 with log.phase("export"):
                     await cluster.export(run_dir / "hf")
+
+
+def continuing(config: RunConfig) -> str:
+    """What goes on from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
+    return "the same command continues" if config.resume == "auto" else "the same command without resume=never continues"
 
 
 def learning_agents(config: RunConfig) -> set[str]:
