@@ -18,7 +18,7 @@ stamp=$(find tools/tiny_team -type f ! -name '*.pyc' -print0 | sort -z | xargs -
 [ "$(cat "$folder/.stamp" 2>/dev/null)" != "$stamp" ] || exit 0
 say "making the tiny team in $folder"
 rm -rf "$folder.new"
-run_group .venv/bin/python -m tools.tiny_team --out "$folder.new" 8>&-
+run_group .venv/bin/python -m tools.tiny_team --out "$folder.new" 8>&- >/dev/null
 echo "$stamp" >"$folder.new/.stamp"
 rm -rf "$folder"
 mv "$folder.new" "$folder"

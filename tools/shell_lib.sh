@@ -40,6 +40,7 @@ run_group() {
 _kill_later() { # sets watchdog; leader is run_group's
   setsid bash -c "sleep $STOP_GRACE_S; kill -KILL -- -$leader" </dev/null >/dev/null 2>&1 &
   watchdog=$!
+  disown "$watchdog" # or bash tells the user that it was killed
 }
 
 _leftovers() { # LEADER MARK: process ids
