@@ -12,10 +12,10 @@ import torch
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PrecisionConfig
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.devices import DEVICES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp8_emulated": torch.float32}
-RECIPES = ("delayed", "tensorwise", "blockwise")
 TOKEN_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128}  # what FP8 products need of each dimension
 
 
@@ -30,18 +30,13 @@ def check_precision(precision: PrecisionConfig, device: str, layers: int) -> Non
         ConfigError: names the key, the value and the remedy.
     """
     mode, fp8 = precision.mode, precision.fp8
-    if mode not in DTYPES:
-        raise ConfigError("precision.mode", mode, "unknown", f"choose one of {', '.join(DTYPES)}")
+    check_settings(precision, "precision")
     if mode == "fp8" and not DEVICES[device].accelerated:
         raise ConfigError("precision.mode", mode, "needs Transformer Engine on a Hopper or newer GPU", "use fp8_emulated")
     if not mode.startswith("fp8"):
         return
-    if fp8.recipe not in RECIPES:
-        raise ConfigError("precision.fp8.recipe", fp8.recipe, "unknown", f"choose one of {', '.join(RECIPES)}")
-    if fp8.amax_history_len < 1:
-        raise ConfigError("precision.fp8.amax_history_len", fp8.amax_history_len, "must be at least 1", "1024 is usual")
     kept = fp8.bf16_first_layers + fp8.bf16_last_layers
-    if min(fp8.bf16_first_layers, fp8.bf16_last_layers) < 0 or kept > layers:
+    if kept > layers:
         problem = f"with bf16_last_layers = {fp8.bf16_last_layers} does not fit {layers} layers"
         raise ConfigError("precision.fp8.bf16_first_layers", fp8.bf16_first_layers, problem, "lower them")
     if kept and fp8.recipe == "delayed":

@@ -6,16 +6,10 @@ from megatron_drmas.algorithm.estimators import ESTIMATORS, group_columns
 from megatron_drmas.algorithm.scores import row_scores, score_magnitudes
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.kernels.agent_advantage import agent_advantages
 from megatron_drmas.kernels.segments import dense_index, expand_rows
 from megatron_drmas.batch import TurnBatch
-
-CHOICES = {
-    "mean": ("group", "agent"),
-    "std": ("group", "agent", "none"),
-    "weighting": ("step", "trajectory"),
-    "group_key": ("question", "question_agent", "question_agent_turn"),
-}
 
 
 def check_advantage_config(config: AdvantageConfig) -> None:
@@ -24,15 +18,11 @@ def check_advantage_config(config: AdvantageConfig) -> None:
     Raises:
         ConfigError: names the key, the value and the choices.
     """
+    check_settings(config, "algorithm.advantage")
     if config.estimator not in ESTIMATORS:
         raise ConfigError(
             "algorithm.advantage.estimator", config.estimator, "unknown", f"choose one of {', '.join(sorted(ESTIMATORS))}"
         )
-    for name, choices in CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ConfigError(
-                f"algorithm.advantage.{name}", getattr(config, name), "unknown", f"choose one of {', '.join(choices)}"
-            )
     if config.estimator == "rloo" and config.std != "none":
         raise ConfigError("algorithm.advantage.std", config.std, "rloo has no scale", "set algorithm.advantage.std=none")
 

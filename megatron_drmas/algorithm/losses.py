@@ -14,12 +14,11 @@ from torch import Tensor
 from megatron_drmas.algorithm.mismatch import mismatch_correction
 from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
 from megatron_drmas.batch import TurnBatch
 
 MAX_LOG_RATIO = 20.0  # ratios are held at exp of this, 4.9e8: more would overflow in float32 sums of squares
-KL_ESTIMATORS = ("k1", "k2", "k3")
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 
 
 @dataclass
@@ -239,23 +238,15 @@ def check_loss_config(config: LossConfig) -> None:
     Raises:
         ConfigError: names the key, the value and the remedy.
     """
-    for key, value, choices in (
-        ("name", config.name, sorted(LOSSES)),
-        ("aggregation", config.aggregation, AGGREGATIONS),
-        ("kl_estimator", config.kl_estimator, KL_ESTIMATORS),
-    ):
-        if value not in choices:
-            raise ConfigError(f"algorithm.loss.{key}", value, "unknown", f"choose one of {', '.join(choices)}")
+    check_settings(config, "algorithm.loss")
+    if config.name not in LOSSES:
+        raise ConfigError("algorithm.loss.name", config.name, "unknown", f"choose one of {', '.join(sorted(LOSSES))}")
     if config.aggregation == "fixed_length" and config.fixed_length < 1:
         raise ConfigError(
             "algorithm.loss.fixed_length", config.fixed_length, "must be positive", "set it to the longest response"
         )
     if config.dual_clip and config.dual_clip <= 1:
         raise ConfigError("algorithm.loss.dual_clip", config.dual_clip, "must exceed 1", "use 3, or 0 to switch it off")
-    if not 0 <= config.clip_low < 1:
-        raise ConfigError("algorithm.loss.clip_low", config.clip_low, "must lie in [0, 1)", "the paper uses 0.2")
-    if config.clip_high < 0:
-        raise ConfigError("algorithm.loss.clip_high", config.clip_high, "is negative", "the paper uses 0.2")
     if config.name == "teamtr" and config.aggregation != "sequence_mean":
         raise ConfigError(
             "algorithm.loss.aggregation", config.aggregation, "teamtr averages over messages", "set it to sequence_mean"

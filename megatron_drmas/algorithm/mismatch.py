@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.config.algorithm import MismatchConfig
-from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.segments import segment_sum
 
-CORRECTIONS = ("none", "truncate", "mask", "sequence_mask")
 
 
 def mismatch_correction(log_ratio: Tensor, sequence: Tensor, sequences: int, config: MismatchConfig) -> tuple[Tensor, Tensor]:
@@ -40,19 +38,3 @@ def mismatch_correction(log_ratio: Tensor, sequence: Tensor, sequences: int, con
     mean = (segment_sum(log_ratio, sequence, sequences) / length).exp()
     outside = ((mean < config.low) | (mean > config.high))[sequence]
     return (~outside).to(log_ratio.dtype), outside
-
-
-def check_mismatch_config(config: MismatchConfig) -> None:
-    """Refuse unknown corrections and bounds that exclude equality.
-
-    Raises:
-        ConfigError: names the key, the value and the remedy.
-    """
-    if config.correction not in CORRECTIONS:
-        raise ConfigError(
-            "algorithm.loss.mismatch.correction", config.correction, "unknown", f"choose one of {', '.join(CORRECTIONS)}"
-        )
-    if not 0 <= config.low < 1:
-        raise ConfigError("algorithm.loss.mismatch.low", config.low, "must lie in [0, 1)", "use 0.5")
-    if not config.high > 1:
-        raise ConfigError("algorithm.loss.mismatch.high", config.high, "must exceed 1", "use 2")

@@ -7,23 +7,27 @@ from dataclasses import dataclass, field
 
 from megatron_drmas.config.setting import setting
 
+MAX_WEIGHT = 1e6  # beyond it float32 sums lose the rest
+
 
 @dataclass
 class OverlongConfig:
     """DAPO's soft punishment of responses that come near the tokens that their call is allowed."""
 
-    penalty: float = setting("What a response that reaches the limit loses; 0: off", 0.0)
-    cache: float = setting("The penalty grows linearly over this last share of the limit", 0.2)
+    penalty: float = setting("What a response that reaches the limit loses; 0: off", 0.0, minimum=0, maximum=MAX_WEIGHT)
+    cache: float = setting("The penalty grows linearly over this last share of the limit", 0.2, minimum=0, below=1)
 
 
 @dataclass
 class RewardConfig:
     """What a row's score is made of; a weight of 0 needs no column."""
 
-    trajectory: float = setting("Weight of the trajectory's return", 1.0)
-    role: float = setting("Weight of the column role_reward", 0.0)
-    turn: float = setting("Weight of the column turn_reward", 0.0)
-    verdict: float = setting("A verdict on what is returned gains this when the outcome bears it out and loses it otherwise", 0.0)
+    trajectory: float = setting("Weight of the trajectory's return", 1.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    role: float = setting("Weight of the column role_reward", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    turn: float = setting("Weight of the column turn_reward", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    verdict: float = setting(
+        "A verdict on what is returned gains this when the outcome bears it out and loses it otherwise", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
+    )
     success: float = setting("A trajectory that returns at least this succeeded, for `verdict`", 0.5)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
@@ -49,10 +53,12 @@ class AdvantageConfig:
         "Rows that are compared with one another share this", "question",
         choices={"question": "", "question_agent": "", "question_agent_turn": ""},
     )
-    epsilon: float = setting("Added to the std", 1e-6)
-    clip: float = setting("Advantages are clipped to plus or minus this (TeamTR's A_max); 0: off", 0.0)
-    gigpo_weight: float = setting("gigpo: weight of the step-level advantage", 1.0)
-    gigpo_discount: float = setting("gigpo: discount of later rewards, per turn", 0.95)
+    epsilon: float = setting("Added to the std", 1e-6, minimum=1e-12, maximum=1)
+    clip: float = setting(
+        "Advantages are clipped to plus or minus this (TeamTR's A_max); 0: off", 0.0, minimum=0, maximum=MAX_WEIGHT
+    )
+    gigpo_weight: float = setting("gigpo: weight of the step-level advantage", 1.0, minimum=0, maximum=MAX_WEIGHT)
+    gigpo_discount: float = setting("gigpo: discount of later rewards, per turn", 0.95, minimum=0, maximum=1)
 
 
 @dataclass
@@ -62,16 +68,20 @@ class MismatchConfig:
     correction: str = setting(
         "What is done about the difference", "none", choices={"none": "", "truncate": "TIS", "mask": "IcePop", "sequence_mask": "by sequence"}
     )
-    low: float = setting("mask, sequence_mask: smallest ratio trainer / engine that is kept", 0.5)
-    high: float = setting("truncate: cap of the ratio; mask, sequence_mask: largest ratio that is kept", 2.0)
+    low: float = setting("mask, sequence_mask: smallest ratio trainer / engine that is kept", 0.5, minimum=0, below=1)
+    high: float = setting("truncate: cap of the ratio; mask, sequence_mask: largest ratio that is kept", 2.0, above=1)
 
 
 @dataclass
 class TrustRegionConfig:
     """TeamTR's limit of one agent's update."""
 
-    delta: float = setting("The update ends when the KL per message to the policy that sampled reaches this", 0.01)
-    beta: float = setting("First weight of that KL in the loss; it doubles and halves with the estimate", 1.0)
+    delta: float = setting(
+        "The update ends when the KL per message to the policy that sampled reaches this", 0.01, minimum=1e-12, maximum=MAX_WEIGHT
+    )
+    beta: float = setting(
+        "First weight of that KL in the loss; it doubles and halves with the estimate", 1.0, minimum=1e-12, maximum=MAX_WEIGHT
+    )
 
 
 @dataclass
@@ -81,15 +91,17 @@ class LossConfig:
     name: str = setting("The surrogate", "ppo", registry="loss")
     clip_low: float = setting("The ratio is clipped to at least 1 - clip_low", 0.2, minimum=0, below=1)
     clip_high: float = setting("The ratio is clipped to at most 1 + clip_high", 0.2, minimum=0)
-    dual_clip: float = setting("ppo: with a negative advantage the loss is at most this times |advantage|; 0: off", 3.0)
+    dual_clip: float = setting(
+        "ppo: with a negative advantage the loss is at most this times |advantage|; 0: off", 3.0, minimum=0
+    )
     aggregation: str = setting(
         "How tokens are averaged", "token_mean",
         choices={"token_mean": "over all tokens", "sequence_mean": "within, then over sequences", "fixed_length": "sums over fixed_length"},
     )
-    fixed_length: int = setting("fixed_length: the number of tokens that every sequence's sum is divided by", 0)
+    fixed_length: int = setting("fixed_length: the number of tokens that every sequence's sum is divided by", 0, minimum=0)
     per_agent: bool = setting("Every agent of the mini-batch has the same total weight", False)
-    entropy_coef: float = setting("Weight of the entropy bonus", 0.0)
-    kl_coef: float = setting("Weight of KL(policy || frozen reference)", 0.0)
+    entropy_coef: float = setting("Weight of the entropy bonus", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    kl_coef: float = setting("Weight of KL(policy || frozen reference)", 0.0, minimum=0, maximum=MAX_WEIGHT)
     kl_estimator: str = setting(
         "Estimator of that KL", "k3", choices={"k1": "its gradient is zero in expectation", "k2": "", "k3": ""}
     )
@@ -104,7 +116,7 @@ class AlgorithmConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    invalid_penalty: float = setting("Taken from the score of a row whose output could not be parsed", 0.01, minimum=0)
+    invalid_penalty: float = setting("Taken from the score of a row whose output could not be parsed", 0.01, minimum=0, maximum=MAX_WEIGHT)
     updates_per_batch: int = setting("Optimizer steps that a policy makes on one batch", 1, minimum=1)
     dynamic_sampling_draws: int = setting(
         "How often new questions may replace those whose returns are all equal (DAPO); 1: off", 1, minimum=1

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.plugins import import_plugins
-from megatron_drmas.config.mistakes import check_names, check_written_names, explain, keys_of
+from megatron_drmas.config.mistakes import check_names, check_written_names, composed_keys, refusal
 from megatron_drmas.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -89,7 +89,7 @@ def compose_config(
             config.plugins = import_plugins(config.plugins, folders[0])
     except (HydraException, OmegaConfBaseException) as error:
         groups = _groups([folders[0], CONFIG_DIR])
-        raise explain(error, overrides, _known_keys(folders[0], name, overrides, schema, groups), groups, where) from error
+        raise refusal(error, overrides, _known_keys(folders[0], name, overrides, schema, groups), groups, where) from error
     except ConfigError:
         raise
     except MALFORMED as error:
@@ -128,8 +128,8 @@ def _known_keys(folder: Path, name: str, overrides: Sequence[str], schema: type,
         except (HydraException, OmegaConfBaseException, *MALFORMED):
             continue
         check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
-        return keys_of(node)
-    return keys_of(OmegaConf.structured(schema))
+        return composed_keys(node)
+    return composed_keys(OmegaConf.structured(schema))
 
 
 def to_yaml(config: Any) -> str:

@@ -47,7 +47,7 @@ def check_written_names(recipe: Any) -> None:
     check_names([*chosen, *section(recipe, "policies")], section(section(recipe, "team"), "agents"))
 
 
-def explain(
+def refusal(
     error: Exception, overrides: Sequence[str], known: Sequence[str], groups: dict[str, list[str]], where: str,
 ) -> ConfigError:
     """The error of a composition that failed.
@@ -104,7 +104,7 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
     return [name for likeness, name in rated if likeness >= max(LEAST_LIKENESS, best - 0.05)][:MOST_SUGGESTIONS]
 
 
-def keys_of(node: DictConfig, prefix: str = "") -> list[str]:
+def composed_keys(node: DictConfig, prefix: str = "") -> list[str]:
     """Every key of a configuration, sections included, dotted."""
     found = []
     for key in node:
@@ -112,7 +112,7 @@ def keys_of(node: DictConfig, prefix: str = "") -> list[str]:
         found.append(name)
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            found += keys_of(child, f"{name}.")
+            found += composed_keys(child, f"{name}.")
     return found
 
 
@@ -121,7 +121,7 @@ def _with_named(known: Sequence[str], key: str) -> list[str]:
     for pattern, section in ((r"policies\.[^.]+(?=\.)", PolicyConfig), (r"team\.agents\.[^.]+(?=\.)", AgentConfig)):
         named = re.match(pattern, key)
         if named and not any(re.match(pattern, f"{name}.") for name in known):
-            return [*known, named[0], *keys_of(OmegaConf.structured(section), f"{named[0]}.")]
+            return [*known, named[0], *composed_keys(OmegaConf.structured(section), f"{named[0]}.")]
     return list(known)
 
 

@@ -19,7 +19,8 @@ from megatron_drmas.algorithm.losses import (
     token_weights,
 )
 from megatron_drmas.algorithm.minibatch import plan_microbatches
-from megatron_drmas.algorithm.mismatch import check_mismatch_config, mismatch_correction
+from megatron_drmas.config.setting import check_settings
+from megatron_drmas.algorithm.mismatch import mismatch_correction
 from megatron_drmas.config.algorithm import LossConfig, MismatchConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.kernels.segments import expand_rows
@@ -362,7 +363,7 @@ def test_bad_settings_are_named(config, key):
 @pytest.mark.parametrize("config,key", [(MismatchConfig("tis"), "correction"), (MismatchConfig(low=1.5), "low"), (MismatchConfig(high=1.0), "high")])
 def test_bad_mismatch_settings_are_named(config, key):
     with pytest.raises(ConfigError, match=f"mismatch.{key}"):
-        check_mismatch_config(config)
+        check_settings(config, "algorithm.loss.mismatch")
 
 
 def test_a_name_is_registered_once():

@@ -105,7 +105,8 @@ def test_a_verdict_is_declared_by_the_workflow(overrides, key):
 
 
 def test_a_third_choice_is_no_verdict():
-    validate(compose_config("math", ["team.agents.verifier.choices=[approve,reject,unsure]", "algorithm.reward.verdict=0.1"]), files=False)
+    config = compose_config("math", ["team.agents.verifier.choices=[approve,reject,unsure]", "algorithm.reward.verdict=0.1"])
+    assert validate(config, files=False) == []
 
 
 @pytest.mark.parametrize("override, key, value", [

@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import CONFIG_DIR, compose_config, to_dict
-from megatron_drmas.config.mistakes import NAME, keys_of, nearest
+from megatron_drmas.config.mistakes import NAME, composed_keys, nearest
 
-KEYS = keys_of(OmegaConf.create(to_dict(compose_config("search_hetero", []))))
+KEYS = composed_keys(OmegaConf.create(to_dict(compose_config("search_hetero", []))))
 
 
 def refusal(*overrides, name="search_hetero", folder=None):
