@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 def repository() -> Path:
     """The folder that holds setup.py."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tiny_team(tmp_path_factory, repository) -> Path:
+    """The tiny team's models, questions and corpus, as its tool makes them."""
+    folder = tmp_path_factory.mktemp("tiny_team")
+    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

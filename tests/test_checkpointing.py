@@ -105,6 +105,7 @@ def test_every_key_that_may_change_exists(configured):
         for entry in allowed:
             node = where
             for part in entry.rstrip(".").split("."):
+                assert part in node, entry
                 node = node[part]
 
 

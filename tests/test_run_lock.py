@@ -105,7 +105,7 @@ def test_a_process_id_that_was_given_to_another_process_is_no_run(tmp_path, no_f
     record = {"host": "here", "pid": os.getppid(), "boot": run_lock._boot(), "started": 1}
     (tmp_path / ".lock").write_text(json.dumps(record))
     with RunLock(tmp_path):
-        pass
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "\x00\xff"])

@@ -15,15 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ["questions_per_step=2", "group_size=2", "evaluation.before=false", "evaluation.after=false"]
 
 
-@pytest.fixture(scope="module")
-def tiny_team(tmp_path_factory, repository):
-    folder = tmp_path_factory.mktemp("tiny_team")
-    subprocess.run(
-        [sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True
-    )
-    return folder
-
-
 @pytest.fixture
 def command(tiny_team, tmp_path):
     def make(*overrides):

@@ -15,13 +15,6 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def tiny_team(tmp_path_factory, repository):
-    folder = tmp_path_factory.mktemp("tiny_team")
-    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def train(tiny_team, tmp_path_factory, repository):
     """Run the command; returns the run folder."""
     output_dir = tmp_path_factory.mktemp("runs")

@@ -29,13 +29,6 @@ SERVER = "megatron_drmas.environments.retrieval_server"
 
 
 @pytest.fixture(scope="module")
-def tiny_team(tmp_path_factory, repository):
-    folder = tmp_path_factory.mktemp("tiny_team")
-    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def train(tiny_team, tmp_path_factory, repository):
     """Run the command, and `fault(process)` after its first step; the exit code, what it said, and its folder."""
     output_dir = tmp_path_factory.mktemp("runs")

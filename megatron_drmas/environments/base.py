@@ -46,6 +46,8 @@ class Environment:
         self.config = config
         self.place = place
         self.options = typed_options("environment.options", f"environment {config.name!r}", self.Options, config.options)
+        own = {name: replace(each, function=each.function.__get__(self)) for name, each in tools_of(type(self)).items()}
+        self._tools: dict[str, Tool] = TOOLS | own
 
     @classmethod
     def tools(cls) -> dict[str, Tool]:
@@ -85,10 +87,7 @@ class Environment:
             TypeError: the workflow calls it with arguments that it does not take.
             TrajectoryFailure: it failed, or did not end in time.
         """
-        found = self.tools()[name]
-        own = getattr(found.function, "__dict__", {}).get("tool") is found
-        bound = replace(found, function=found.function.__get__(self)) if own else found
-        return await bound.call(question, arguments)
+        return await self._tools[name].call(question, arguments)
 
     async def check(self) -> Optional[str]:
         """Try what the environment relies on; called once, when the environment has been entered.

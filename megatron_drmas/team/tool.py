@@ -21,6 +21,7 @@ question there.
 import asyncio
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Awaitable, Callable, Optional, get_type_hints
 
 from megatron_drmas.data.questions import Question
@@ -55,15 +56,15 @@ class Tool:
         """The docstring's first line."""
         return (inspect.getdoc(self.function) or "").split("\n")[0]
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The arguments that a workflow gives, by name."""
         return {name: p for name, p in inspect.signature(self.function).parameters.items() if name not in ("self", QUESTION)}
 
-    @property
-    def result(self) -> Any:
-        """The annotated type of what it returns; None without one."""
-        return get_type_hints(self.function).get("return")
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        """The annotated types, by argument; "return" for the result."""
+        return get_type_hints(self.function)
 
     async def call(self, question: Question, arguments: dict[str, Any]) -> Any:
         """Call it for a trajectory.
@@ -89,9 +90,8 @@ class Tool:
         needed = {name for name, parameter in self.parameters.items() if parameter.default is inspect.Parameter.empty}
         if needed - arguments.keys() or arguments.keys() - self.parameters.keys():
             raise TypeError(f"tool {self.name!r} takes {', '.join(self.parameters) or 'no arguments'}, not {', '.join(arguments) or 'none'}")
-        hints = get_type_hints(self.function)
         for name, value in arguments.items():
-            wanted = hints.get(name)
+            wanted = self.hints.get(name)
             if isinstance(wanted, type) and not isinstance(value, (int, float) if wanted is float else wanted):
                 raise TypeError(f"tool {self.name!r}: {name} = {value!r} is not of type {wanted.__name__}")
 

@@ -233,7 +233,8 @@ def test_a_wrong_option_is_refused(option, value, said, capsys):
 
 
 def test_a_result_is_strict_json(replica, tiny_team):
-    json.dumps(replica.run(tiny_team / "llama", SETTINGS), allow_nan=False)
+    result = replica.run(tiny_team / "llama", SETTINGS)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
 def test_a_warm_start_is_made_once_and_weakens_the_policy(tiny_team, tmp_path, repository):

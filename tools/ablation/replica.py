@@ -21,7 +21,6 @@ from megatron_drmas.algorithm.minibatch import plan_minibatches
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.config.schema import AgentConfig
 from megatron_drmas.environments.search import exact_match
-from megatron_drmas.kernels.segments import dense_index, segment_mean
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.parsing import PARSERS
@@ -217,17 +216,8 @@ class Replica:
 
 
 def row_advantages(batch: TurnBatch, variant: str) -> Tensor:
-    """The advantage of every row, float32 [R].
-
-    With trajectory weighting a row's score is its trajectory's mean score (Dr. MAS, arXiv 2602.08847, equation (2)).
-    """
-    advantage = VARIANTS[variant].advantage
-    if advantage.weighting == "trajectory":
-        trajectory, count = dense_index(batch.trajectory)
-        scores = batch.reward - INVALID_PENALTY * ~batch.valid
-        batch = batch.select(torch.arange(len(batch)))
-        batch.reward, batch.valid = segment_mean(scores, trajectory, count)[trajectory].float(), torch.ones_like(batch.valid)
-    return compute_advantages(batch, AlgorithmConfig(advantage=advantage, invalid_penalty=INVALID_PENALTY))
+    """The advantage of every row, float32 [R]."""
+    return compute_advantages(batch, AlgorithmConfig(advantage=VARIANTS[variant].advantage, invalid_penalty=INVALID_PENALTY))
 
 
 def backward(model: TinyLlama, rollout: Rollout, advantages: Tensor, rows: Tensor, ratios: bool) -> None:
