@@ -4,14 +4,14 @@ import argparse
 import gc
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 if __name__ == "__main__":
     gc.disable()  # searching the objects that importing torch makes takes half a second, a tenth of converting a small model
 
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.dtypes import Dtype
 
 DTYPES = {"fp32": Dtype.F32, "fp16": Dtype.F16, "bf16": Dtype.BF16}
 

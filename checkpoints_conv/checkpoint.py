@@ -1,14 +1,14 @@
 """A checkpoint of either kind, seen as Hugging Face tensors, and what it is."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable, Optional
 
-from checkpoints_conv.formats.row_blocks import Block
-from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config
+from checkpoints_conv.formats.row_blocks import Block
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.to_hf import side_files
 
@@ -20,7 +20,7 @@ class Checkpoint:
         ConversionError: neither of the two, or see `HfFolder` and `DistReader`.
     """
 
-    def __init__(self, folder: Path, hf_files: Optional[Path] = None):
+    def __init__(self, folder: Path, hf_files: Path | None = None):
         """
         Args:
             hf_files: folder with the config of a Megatron checkpoint that `to_megatron` did not make.
@@ -42,9 +42,7 @@ class Checkpoint:
         if self.megatron:
             reader = DistReader(folder, self.mapping)
             self._read = reader.read
-            self.dtypes = {
-                hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf
-            }
+            self.dtypes = {hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf}
         else:
             source = HfFolder(folder)
             source.check(self.mapping)
@@ -67,7 +65,7 @@ class Checkpoint:
         return ", ".join(sorted({dtype.value for dtype in self.dtypes.values()}))
 
 
-def inspect(folder: Path, hf_files: Optional[Path] = None) -> str:
+def inspect(folder: Path, hf_files: Path | None = None) -> str:
     """A report of a Hugging Face folder or Megatron checkpoint, for people.
 
     Raises:

@@ -1,9 +1,10 @@
 """Long work: a progress bar of bytes with rate and remaining time, and two threads to keep a disk busy."""
 
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import Callable, Iterable, Iterator, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -15,13 +16,7 @@ Item = TypeVar("Item")
 @contextmanager
 def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error; yields a function that takes the bytes done since the last call, from any thread."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total)
         try:

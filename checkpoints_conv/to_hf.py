@@ -1,29 +1,25 @@
 """A Megatron distributed checkpoint to a Hugging Face folder, streaming."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Iterable, Iterator, Optional
 
-from checkpoints_conv.formats.row_blocks import Block
-from checkpoints_conv.formats.casting import in_dtype
-from checkpoints_conv.mapping.dist_keys import HF_FILES
-from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.formats.casting import in_dtype
+from checkpoints_conv.formats.dist_reader import DistReader, is_dist_checkpoint
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.hf_folder import read_config
 from checkpoints_conv.formats.hf_writer import MAX_SHARD_BYTES, copy_side_files, plan_shards, shard_names, write_index
-from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping
-from checkpoints_conv.progress import byte_progress, run_parallel
+from checkpoints_conv.formats.row_blocks import Block
 from checkpoints_conv.formats.safetensors_file import SafetensorsWriter, TensorEntry
 from checkpoints_conv.formats.staging import Staging, check_unchanged, fingerprint
+from checkpoints_conv.mapping.dist_keys import HF_FILES
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping
+from checkpoints_conv.progress import byte_progress, run_parallel
 
 
 def to_hf(
-    megatron: Path,
-    out: Path,
-    hf_files: Optional[Path] = None,
-    dtype: Optional[Dtype] = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    megatron: Path, out: Path, hf_files: Path | None = None, dtype: Dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Convert a Megatron distributed checkpoint, of this converter or of a training run in any layout.
 
@@ -72,7 +68,7 @@ def to_hf(
         staging.finish()
 
 
-def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
+def side_files(megatron: Path, hf_files: Path | None) -> Path:
     """The folder with the config of a Megatron checkpoint.
 
     Raises:
@@ -89,7 +85,7 @@ def side_files(megatron: Path, hf_files: Optional[Path]) -> Path:
     return side
 
 
-def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[tuple[str, Iterable[Block]]]:
+def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Dtype | None) -> Iterator[tuple[str, Iterable[Block]]]:
     """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors lie in two shards is read for each."""
     wanted = {entry.name for entry in shard}
     for name, entry in reader.mapping.entries.items():
@@ -99,7 +95,7 @@ def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype
                     yield hf_name, (part for block in blocks for part in in_dtype(hf_name, block, dtype))
 
 
-def _write_shard(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Optional[Dtype]) -> Iterator[int]:
+def _write_shard(file: Path, shard: list[TensorEntry], reader: DistReader, dtype: Dtype | None) -> Iterator[int]:
     """Write one file; yields the bytes of each tensor."""
     writer = SafetensorsWriter(file, shard)
     sizes = {entry.name: entry.bytes for entry in shard}

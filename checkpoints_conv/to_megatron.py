@@ -3,29 +3,23 @@
 import json
 import math
 from pathlib import Path
-from typing import Optional
 
-from checkpoints_conv.mapping.dist_keys import HF_FILES, place_of
-from checkpoints_conv.formats.dist_writer import DistWriter
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.formats.dist_writer import DistWriter
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from checkpoints_conv.formats.hf_writer import copy_side_files
+from checkpoints_conv.formats.staging import Staging, check_unchanged, fingerprint
+from checkpoints_conv.mapping.dist_keys import HF_FILES, place_of
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.formats.staging import Staging, check_unchanged, fingerprint
 
 # megatron.core.dist_checkpointing.core.CheckpointingConfig; importing Megatron for it would take seconds.
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
-def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle: bool = False) -> None:
+def to_megatron(hf: Path, out: Path, dtype: Dtype | None = None, allow_pickle: bool = False) -> None:
     """Convert a Hugging Face folder.
 
     The result loads with `megatron.core.dist_checkpointing.load` under any tensor, pipeline, virtual-pipeline, expert and
@@ -46,10 +40,7 @@ def to_megatron(hf: Path, out: Path, dtype: Optional[Dtype] = None, allow_pickle
     folder.check(mapping)
     dtypes = dict.fromkeys(mapping.megatron_names(), dtype) if dtype else _stored_dtypes(mapping, folder)
     job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": files, "dtype": str(dtype)}
-    total = sum(
-        math.prod(entry.rule.megatron_shape(spec)) * dtypes[name].bytes
-        for name, entry in mapping.entries.items()
-    )
+    total = sum(math.prod(entry.rule.megatron_shape(spec)) * dtypes[name].bytes for name, entry in mapping.entries.items())
     staging = Staging(out, job, total)
     with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
         DistWriter(beside, mapping, dtypes, folder).write(advance)

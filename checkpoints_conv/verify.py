@@ -2,9 +2,9 @@
 
 import hashlib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Iterator, Optional
 
 import torch
 from rich import filesize
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.tensors import joined
 from checkpoints_conv.megatron.forward import affordable_tokens, logprobs, sample_positions, sample_tokens
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.formats.tensors import joined
 
 SHOWN = 20  # differences that are printed
 FLOOR = 1e-5  # nats; rounding of a small model
@@ -24,10 +24,10 @@ TIMES_NOISE = 10
 def verify(
     a: Path,
     b: Path,
-    hf_files: Optional[Path] = None,
+    hf_files: Path | None = None,
     logits: bool = False,
-    tokens: Optional[int] = None,
-    tolerance: Optional[float] = None,
+    tokens: int | None = None,
+    tolerance: float | None = None,
 ) -> int:
     """Compare and print the verdict.
 
@@ -76,7 +76,7 @@ def noise_tolerance(*passes: Tensor) -> float:
     return max(FLOOR, *(TIMES_NOISE * float((ways[0] - ways[-1]).abs().max()) for ways in passes))
 
 
-def _compare_logits(left: Checkpoint, right: Checkpoint, tokens: int, tolerance: Optional[float]) -> bool:
+def _compare_logits(left: Checkpoint, right: Checkpoint, tokens: int, tolerance: float | None) -> bool:
     """Print how far a forward pass of the two is apart; returns whether that is within the tolerance."""
     ids, positions = sample_tokens(left.spec.vocab, tokens), sample_positions(tokens)
     passes = []
@@ -94,7 +94,10 @@ def _compare_logits(left: Checkpoint, right: Checkpoint, tokens: int, tolerance:
         f"tolerance {allowed:.3g}{why}"
     )
     if tokens < left.spec.max_position:
-        print(f"positions from {tokens} to {left.spec.max_position} were not compared; --tokens takes a greater length", file=sys.stderr)
+        print(
+            f"positions from {tokens} to {left.spec.max_position} were not compared; --tokens takes a greater length",
+            file=sys.stderr,
+        )
     return within
 
 
@@ -121,7 +124,7 @@ def _tensor_differences(left: Checkpoint, right: Checkpoint, total) -> "Iterator
             yield _difference(name, tensor, other, digest), tensor.nbytes
 
 
-def _difference(name: str, ours: Tensor, theirs: Optional[Tensor], digest: str) -> Optional[str]:
+def _difference(name: str, ours: Tensor, theirs: Tensor | None, digest: str) -> str | None:
     if theirs is None:
         return None  # reported by name
     if ours.shape != theirs.shape:

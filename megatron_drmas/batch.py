@@ -5,7 +5,7 @@ offsets; *response columns* hold the response tokens only, row after row.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Optional, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -102,13 +102,13 @@ class TurnBatch(TokenBatch):
     weight_version: Tensor  # int64 [R], weights that sampled the row
     agents: tuple[str, ...]
     policies: tuple[str, ...]
-    role_reward: Optional[Tensor] = None  # float32 [R], what the row's role earned in the trajectory
-    turn_reward: Optional[Tensor] = None  # float32 [R], what this call earned
-    response_limits: Optional[Tensor] = None  # int64 [R], response tokens that the call was allowed
-    verdict: Optional[Tensor] = None  # int64 [R], 1 accepts, 0 rejects what the trajectory returned, -1 the row does neither
-    state: Optional[Tensor] = None  # int64 [R], equal where calls had the same prompt (GiGPO's anchor)
-    reference_logprobs: Optional[Tensor] = None  # float32 [T'], under the frozen reference policy
-    advantages: Optional[Tensor] = None  # float32 [T']
-    token_weights: Optional[Tensor] = None  # float32 [T'], weight of each token's loss; they carry every normalisation
+    role_reward: Tensor | None = None  # float32 [R], what the row's role earned in the trajectory
+    turn_reward: Tensor | None = None  # float32 [R], what this call earned
+    response_limits: Tensor | None = None  # int64 [R], response tokens that the call was allowed
+    verdict: Tensor | None = None  # int64 [R], 1 accepts, 0 rejects what the trajectory returned, -1 the row does neither
+    state: Tensor | None = None  # int64 [R], equal where calls had the same prompt (GiGPO's anchor)
+    reference_logprobs: Tensor | None = None  # float32 [T'], under the frozen reference policy
+    advantages: Tensor | None = None  # float32 [T']
+    token_weights: Tensor | None = None  # float32 [T'], weight of each token's loss; they carry every normalisation
 
     response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")

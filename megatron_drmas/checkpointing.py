@@ -1,21 +1,22 @@
 """Checkpoints of a whole run: every policy and what the driver must remember, all or nothing.
 
-    checkpoints/step_000010/state.json     step, data cursor, whether the steps up to it were healthy, the configuration that made it
-    checkpoints/step_000010/<policy>/      the actor: weights, optimizer, learning-rate schedule, RNG
-    checkpoints/passed_over_step_000020/   one that was newer than the healthy one from which the run went on
-    checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it goes on from the newest healthy one
+checkpoints/step_000010/state.json     step, data cursor, whether the steps up to it were healthy, the configuration that made it
+checkpoints/step_000010/<policy>/      the actor: weights, optimizer, learning-rate schedule, RNG
+checkpoints/passed_over_step_000020/   one that was newer than the healthy one from which the run went on
+checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it goes on from the newest healthy one
 """
 
 import json
 import os
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Awaitable, Callable, Optional
+from typing import Any
 
-from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.records import CHECKPOINT
@@ -25,14 +26,37 @@ from megatron_drmas.observability.run_log import RunLog
 # where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
 # what it is.  An entry that ends with a dot is a whole section.
 MAY_CHANGE = (
-    "steps", "name", "output_dir", "checkpoint.", "evaluation.", "logging.", "health.", "cluster.", "environment.grader.",
-    "environment.retrieval.url", "environment.retrieval.timeout_s", "environment.retrieval.concurrency",
-    "environment.retrieval.restarts", "rollout.timeout_s", "rollout.max_in_flight",
+    "steps",
+    "name",
+    "output_dir",
+    "checkpoint.",
+    "evaluation.",
+    "logging.",
+    "health.",
+    "cluster.",
+    "environment.grader.",
+    "environment.retrieval.url",
+    "environment.retrieval.timeout_s",
+    "environment.retrieval.concurrency",
+    "environment.retrieval.restarts",
+    "rollout.timeout_s",
+    "rollout.max_in_flight",
 )
 OF_A_POLICY = (
-    "parallel.", "engine.", "micro_batch_tokens", "recompute", "optimizer.lr", "optimizer.min_lr", "optimizer.decay",
-    "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.beta1", "optimizer.beta2", "optimizer.eps",
-    "optimizer.weight_decay", "optimizer.grad_clip",
+    "parallel.",
+    "engine.",
+    "micro_batch_tokens",
+    "recompute",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.decay",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.grad_clip",
 )
 NO_SETTING = ("resume", "plugins", "variables.")  # of no effect on a run but through other keys
 
@@ -67,7 +91,7 @@ class Checkpoints:
         found = self.complete()
         healthy = self._newest_healthy(found)
         if healthy is not None and self._stopped.exists():
-            found = found[:found.index(healthy) + 1]
+            found = found[: found.index(healthy) + 1]
         return found
 
     def clear(self, after: int) -> None:
@@ -81,7 +105,7 @@ class Checkpoints:
                 os.replace(folder, aside)
         self._stopped.unlink(missing_ok=True)
 
-    def stop_unhealthy(self) -> Optional[Path]:
+    def stop_unhealthy(self) -> Path | None:
         """Remember that the run stopped itself for its health; the checkpoint that it will go on from, if any."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stopped.touch()
@@ -110,16 +134,16 @@ class Checkpoints:
         os.replace(partial, final)
         found = self.complete()
         healthy = self._newest_healthy(found)
-        for old in found[:-self._keep]:
+        for old in found[: -self._keep]:
             if old != healthy:
                 shutil.rmtree(old)
         return final
 
     @staticmethod
-    def _newest_healthy(found: list[Path]) -> Optional[Path]:
+    def _newest_healthy(found: list[Path]) -> Path | None:
         return next((folder for folder in reversed(found) if _is_healthy(folder)), None)
 
-    def latest(self, config: dict[str, Any]) -> Optional[tuple[Path, dict[str, Any], Changes]]:
+    def latest(self, config: dict[str, Any]) -> tuple[Path, dict[str, Any], Changes] | None:
         """The newest of the `resumable` checkpoints, its state, and what the configuration changes; None if there is none.
 
         Args:
@@ -137,13 +161,18 @@ class Checkpoints:
             theirs, step = state["config"], state["step"]
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(
-                "resume", "auto", f"{found[-1] / 'state.json'} is damaged", "remove that folder to go on from the one before, or use resume=never"
+                "resume",
+                "auto",
+                f"{found[-1] / 'state.json'} is damaged",
+                "remove that folder to go on from the one before, or use resume=never",
             ) from error
         changes = changed(theirs, config)
         for key, (old, new) in changes.items():
             if not _may_change(key):
                 raise ConfigError(
-                    key, new, f"the checkpoint {found[-1]} was made with {old!r}, and this may not change within a run",
+                    key,
+                    new,
+                    f"the checkpoint {found[-1]} was made with {old!r}, and this may not change within a run",
                     "restore it, choose another name=…, or use resume=never to start this run again",
                 )
         if config.get("steps", step) < step:
@@ -175,8 +204,13 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, write: Callable[[Path], Awaitable[None]], log: RunLog, sampler: QuestionSampler,
-        config: dict[str, Any], step: int,
+        self,
+        checkpoints: Checkpoints,
+        write: Callable[[Path], Awaitable[None]],
+        log: RunLog,
+        sampler: QuestionSampler,
+        config: dict[str, Any],
+        step: int,
     ):
         self._checkpoints = checkpoints
         self._write = write
@@ -184,7 +218,7 @@ class Saver:
         self._sampler = sampler
         self._config = config
         self._saved = step
-        self._done: Optional[int] = None
+        self._done: int | None = None
 
     def updating(self) -> None:
         """The actors begin to change."""
@@ -206,14 +240,16 @@ class Saver:
     async def __aenter__(self) -> "Saver":
         return self
 
-    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
             return
         if self._done is not None:
             await self.save()
         if isinstance(error, UnhealthyRun):
             folder = self._checkpoints.stop_unhealthy()
-            raise UnhealthyRun(f"{error}; then the same command {f'continues from {folder.name}' if folder else 'begins again'}") from error
+            raise UnhealthyRun(
+                f"{error}; then the same command {f'continues from {folder.name}' if folder else 'begins again'}"
+            ) from error
 
 
 def _is_healthy(folder: Path) -> bool:

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.explain import explain
@@ -19,19 +20,34 @@ def command_parser(prog: str, name: str) -> argparse.ArgumentParser:
         name: of the recipe that is composed by default.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Arguments of the form key=value override the configuration (Hydra).")
-    parser.add_argument("--config-name", default=name, help=f"a recipe: a file of the configuration folder, without .yaml (default: {name})")
-    parser.add_argument("--config-dir", type=Path, help="a folder with recipes and groups of one's own, before the package's configs/")
+    parser.add_argument(
+        "--config-name", default=name, help=f"a recipe: a file of the configuration folder, without .yaml (default: {name})"
+    )
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder with recipes and groups of one's own, before the package's configs/"
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--print", action="store_true", dest="show", help="compose, check the settings, print them, and stop; looks at no file")
-    mode.add_argument("--check", action="store_true", help="also check the models, the data and the folders that they name, and stop; starts nothing")
+    mode.add_argument(
+        "--print", action="store_true", dest="show", help="compose, check the settings, print them, and stop; looks at no file"
+    )
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="also check the models, the data and the folders that they name, and stop; starts nothing",
+    )
     mode.add_argument("--explain", metavar="KEY", help="say what a key, or every key of a section, means, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
 
 def run_command(
-    prog: str, command: Callable[[Any], Any], validate: Callable[..., list[str]], before: Callable[[Any], Any] = lambda config: None,
-    name: str = "search_hetero", schema: type = RunConfig, recipes: Path = CONFIG_DIR,
+    prog: str,
+    command: Callable[[Any], Any],
+    validate: Callable[..., list[str]],
+    before: Callable[[Any], Any] = lambda config: None,
+    name: str = "search_hetero",
+    schema: type = RunConfig,
+    recipes: Path = CONFIG_DIR,
 ) -> int:
     """Compose and validate a command's configuration, then run it; the command's exit code.
 
@@ -72,7 +88,7 @@ def registries() -> dict[str, list[str]]:
     """The names that are registered, by the registry that a setting names."""
     import megatron_drmas.environments
     import megatron_drmas.weight_sync
-    import megatron_drmas.workflows  # noqa: F401
+    import megatron_drmas.workflows  # noqa: F401  registers
     from megatron_drmas.algorithm.estimators import ESTIMATORS
     from megatron_drmas.algorithm.losses import LOSSES
     from megatron_drmas.environments.base import ENVIRONMENTS
@@ -81,7 +97,11 @@ def registries() -> dict[str, list[str]]:
     from megatron_drmas.weight_sync.transport import TRANSPORTS
 
     found = {
-        "estimator": ESTIMATORS, "loss": LOSSES, "environment": ENVIRONMENTS, "parser": PARSERS, "workflow": WORKFLOWS,
+        "estimator": ESTIMATORS,
+        "loss": LOSSES,
+        "environment": ENVIRONMENTS,
+        "parser": PARSERS,
+        "workflow": WORKFLOWS,
         "transport": {"auto": None, **TRANSPORTS},
     }
     return {registry: list(names) for registry, names in found.items()}

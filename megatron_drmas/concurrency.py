@@ -1,7 +1,8 @@
 """Waiting for several things at once."""
 
 import asyncio
-from typing import Any, Awaitable, Iterable
+from collections.abc import Awaitable, Iterable
+from typing import Any
 
 
 async def together(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:

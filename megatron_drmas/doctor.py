@@ -11,10 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Sequence
 
 from packaging.requirements import Requirement
 
@@ -73,8 +73,7 @@ def find_accelerator() -> Accelerator:
         return Accelerator(cuda=torch.version.cuda)
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return Accelerator(
-        cuda=torch.version.cuda,
-        devices=tuple((p.name, (p.major, p.minor), p.total_memory / 2**30) for p in properties),
+        cuda=torch.version.cuda, devices=tuple((p.name, (p.major, p.minor), p.total_memory / 2**30) for p in properties)
     )
 
 

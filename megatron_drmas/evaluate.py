@@ -11,10 +11,11 @@ import math
 import statistics
 import sys
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, AsyncIterator, Collection, Optional
+from typing import TYPE_CHECKING
 
 from megatron_drmas.config.schema import EvaluationConfig, RunConfig
 from megatron_drmas.data.questions import Question
@@ -39,7 +40,7 @@ def evaluation_modes(config: EvaluationConfig) -> list[tuple[str, int, Sampling]
 
 
 async def evaluate(
-    collector: Collector, questions: list[Question], step: int, mode: str, samples: int, sampling: Sampling,
+    collector: Collector, questions: list[Question], step: int, mode: str, samples: int, sampling: Sampling
 ) -> tuple[EvaluationRecord, list[Trajectory]]:
     """avg@k and pass@k: the mean over a question's k answers, then over questions, however many turns each took.
 
@@ -61,19 +62,26 @@ def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int
         of_source[_source(answers[0].question)].append(answers)
     whole = [answers for answers in of_question.values() if len(answers) == samples]
     return EvaluationRecord(
-        step=step, mode=mode, temperature=sampling.temperature, top_p=sampling.top_p, samples=samples,
-        samples_min=min(map(len, of_question.values()), default=0), asked=len({trajectory.group for trajectory in trajectories}),
+        step=step,
+        mode=mode,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        samples=samples,
+        samples_min=min(map(len, of_question.values()), default=0),
+        asked=len({trajectory.group for trajectory in trajectories}),
         **asdict(share(of_question.values())),
         pass_at_k=sum(any(answer.success for answer in answers) for answers in whole) / len(whole) if whole else None,
-        pass_questions=len(whole), by_source={source: share(found) for source, found in sorted(of_source.items())},
-        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)), trajectories=len(trajectories),
+        pass_questions=len(whole),
+        by_source={source: share(found) for source, found in sorted(of_source.items())},
+        masked=dict(Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)),
+        trajectories=len(trajectories),
         trained_on=sum(answers[0].question.in_training for answers in of_question.values()),
     )
 
 
 def share(questions: Collection[list[Trajectory]]) -> Share:
     """Means and standard errors over questions, each with its trajectories."""
-    found: dict[str, Optional[float]] = {}
+    found: dict[str, float | None] = {}
     for figure in ("reward", "success"):
         means = [sum(float(getattr(answer, figure)) for answer in answers) / len(answers) for answers in questions]
         found[figure] = sum(means) / len(means) if means else math.nan
@@ -91,7 +99,7 @@ async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Quest
 
     config: RunConfig = cluster.config
     settings, last = config.evaluation, step == config.steps
-    if not (settings.before if step == 0 else last and settings.after or settings.every and step % settings.every == 0):
+    if not (settings.before if step == 0 else (last and settings.after) or (settings.every and step % settings.every == 0)):
         return
     for mode, samples, sampling in evaluation_modes(settings):
         if log.evaluated(step, mode):
@@ -150,7 +158,7 @@ def main() -> int:
     async def evaluate_here(config: RunConfig) -> None:
         run_dir = Path(config.output_dir) / config.name
         with RunLock(run_dir):
-            folder = run_dir / "evaluations" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+            folder = run_dir / "evaluations" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             async for record in evaluate_checkpoints(config, folder):
                 print(to_json(plain(record)), flush=True)
         print(f"evaluate: results and trajectories in {folder}", file=sys.stderr)

@@ -12,9 +12,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Optional
+from typing import Any
 
 from megatron_drmas.config.errors import ConfigError
 
@@ -68,7 +69,7 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop.set()
         if self._read() == self._record:
             os.ftruncate(self._file, 0)
@@ -142,7 +143,7 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _started(pid: Optional[int]) -> Optional[int]:
+def _started(pid: int | None) -> int | None:
     """Clock ticks from the boot to a process's start; None: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -79,11 +80,16 @@ def validate(config: SftConfig, files: bool = True, machine: bool = True) -> lis
     check_settings(config)
     check_name(config.name)
     check_policy("policy", config.policy, config.steps)
-    device = "cuda" if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available() else "cpu"
+    device = "cuda" if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()) else "cpu"
     warnings = []
     if files:
         if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
-            lacking = ConfigError("device", config.device, f"torch sees {torch.cuda.device_count()} GPUs on this machine", "use device=cpu, or a smaller layout")
+            lacking = ConfigError(
+                "device",
+                config.device,
+                f"torch sees {torch.cuda.device_count()} GPUs on this machine",
+                "use device=cpu, or a smaller layout",
+            )
             if machine:
                 raise lacking
             warnings.append(str(lacking))
@@ -143,8 +149,8 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     """
     from transformers import AutoConfig
 
-    from megatron_drmas.validate_templates import load_chat
     from megatron_drmas.rollout.tokenizer import ChatError
+    from megatron_drmas.validate_templates import load_chat
 
     chat = load_chat("policy", config.policy)
     longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
@@ -159,7 +165,10 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
             raise ConfigError("data", config.data, f"line {dialogue.line}: {error.problem}", error.remedy) from error
         if len(prompt) + len(response) > longest:
             raise ConfigError(
-                "data", config.data, f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}", "shorten it",
+                "data",
+                config.data,
+                f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}",
+                "shorten it",
             )
         spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
@@ -187,21 +196,33 @@ def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
     prompts = max(1, sum(len(example.prompt) - 1 for example in examples))
     weights = []
     for example in examples:
-        weights += [0.0] + [example.prompt_weight / prompts] * (len(example.prompt) - 1) + [1.0 / responses] * len(example.response)
+        weights += (
+            [0.0] + [example.prompt_weight / prompts] * (len(example.prompt) - 1) + [1.0 / responses] * len(example.response)
+        )
     zeros = torch.zeros(rows, dtype=torch.int64)
     batch = TurnBatch(
         tokens=torch.tensor([token for example in examples for token in example.prompt + example.response]),
         offsets=torch.cat([zeros[:1], lengths.cumsum(0)]),
         prompt_lengths=torch.tensor([len(example.prompt) for example in examples]),
         engine_logprobs=torch.zeros(responses),
-        agent=zeros, policy=zeros, group=zeros, trajectory=torch.arange(rows), turn=zeros, reward=torch.zeros(rows),
-        valid=torch.ones(rows, dtype=torch.bool), trainable=torch.ones(rows, dtype=torch.bool), weight_version=zeros,
-        agents=("assistant",), policies=("policy",),
+        agent=zeros,
+        policy=zeros,
+        group=zeros,
+        trajectory=torch.arange(rows),
+        turn=zeros,
+        reward=torch.zeros(rows),
+        valid=torch.ones(rows, dtype=torch.bool),
+        trainable=torch.ones(rows, dtype=torch.bool),
+        weight_version=zeros,
+        agents=("assistant",),
+        policies=("policy",),
     )
     return batch, torch.tensor(weights, dtype=torch.float32)
 
 
-def _train_rank(rank: int, config: SftConfig, examples: list[TokenisedDialogue], port: int, report: Callable[[dict], None]) -> None:
+def _train_rank(
+    rank: int, config: SftConfig, examples: list[TokenisedDialogue], port: int, report: Callable[[dict], None]
+) -> None:
     import torch
     from torch.utils.tensorboard import SummaryWriter
 
@@ -214,8 +235,13 @@ def _train_rank(rank: int, config: SftConfig, examples: list[TokenisedDialogue],
     else:
         torch.cuda.set_device(rank)
     settings = ActorSettings(
-        name=config.name, policy=config.policy, precision=config.precision, seed=config.seed, deterministic=True,
-        device=device, total_steps=config.steps,
+        name=config.name,
+        policy=config.policy,
+        precision=config.precision,
+        seed=config.seed,
+        deterministic=True,
+        device=device,
+        total_steps=config.steps,
     )
     run_dir = Path(config.output_dir) / config.name
     actor = PolicyActor(settings, rank, config.policy.parallel.world_size, "127.0.0.1", port)
@@ -226,7 +252,9 @@ def _train_rank(rank: int, config: SftConfig, examples: list[TokenisedDialogue],
         batch, weights = collate_dialogues([examples[index] for index in sampler.draw(config.batch_size)])
         metrics = actor.sft_step(batch, step, weights)
         if metrics["skipped"]:
-            raise RuntimeError(f"step {step}: the gradient is not finite; lower policy.optimizer.lr ({config.policy.optimizer.lr})")
+            raise RuntimeError(
+                f"step {step}: the gradient is not finite; lower policy.optimizer.lr ({config.policy.optimizer.lr})"
+            )
         if writer is not None:
             for name in ("loss", "grad_norm", "lr"):
                 writer.add_scalar(f"sft/{name}", metrics[name], step)
@@ -255,14 +283,21 @@ def main() -> int:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(config.name, total=config.steps)
-            folder = finetune(config, lambda m: bar.update(task, completed=m["step"], description=f"{config.name} loss {m['loss']:.3f}"))
+            folder = finetune(
+                config, lambda m: bar.update(task, completed=m["step"], description=f"{config.name} loss {m['loss']:.3f}")
+            )
         print(f"fine-tuned policy: {folder}")
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         return run_command(
-            "python -m megatron_drmas.sft", command, validate, lambda config: tokenise(load_dialogues(config.data, "data"), config),
-            name="sft", schema=SftConfig, recipes=SFT_DIR,
+            "python -m megatron_drmas.sft",
+            command,
+            validate,
+            lambda config: tokenise(load_dialogues(config.data, "data"), config),
+            name="sft",
+            schema=SftConfig,
+            recipes=SFT_DIR,
         )
     except KeyboardInterrupt:
         print("sft: stopped by SIGINT; nothing is kept of it", file=sys.stderr)

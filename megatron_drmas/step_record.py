@@ -1,15 +1,16 @@
 """What the log keeps of a step."""
 
-from typing import Any, Iterable, Optional
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.algorithm.scores import row_scores
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.observability.health import WHAT, count_causes, count_step, share
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnRecord, plain
-from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
@@ -17,7 +18,9 @@ from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
 ZERO = 1e-6  # an advantage that is no larger teaches nothing
 
 
-def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int) -> StepRecord:
+def step_record(
+    step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int
+) -> StepRecord:
     """The record of a training step.
 
     Args:
@@ -44,15 +47,20 @@ def step_record(step: int, trajectories: list[Trajectory], batch: TurnBatch, met
         for index, of_agent in values.get("agents", {}).items():
             agents[batch.agents[index]] |= of_agent
     return StepRecord(
-        step=step, reward=_mean(trajectory.reward for trajectory in drawn),
+        step=step,
+        reward=_mean(trajectory.reward for trajectory in drawn),
         success=_mean(trajectory.success for trajectory in drawn),
-        trajectories=len(trajectories), tokens_generated=tokens_generated, tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
-        agents=agents, policies=policies,
+        trajectories=len(trajectories),
+        tokens_generated=tokens_generated,
+        tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
+        agents=agents,
+        policies=policies,
         masked=count_causes(trajectories),
         skipped={policy: int(values["skipped"]) for policy, values in metrics.items() if values["skipped"]},
         nonfinite={
             policy: [batch.agents[index] for index in values["nonfinite_agents"]]
-            for policy, values in metrics.items() if values["nonfinite_agents"]
+            for policy, values in metrics.items()
+            if values["nonfinite_agents"]
         },
         health=health,
     )
@@ -110,7 +118,10 @@ def merge_stages(stages: list[tuple[list[Trajectory], TurnBatch]]) -> tuple[list
 
 
 def trajectory_records(
-    trajectories: list[Trajectory], config: RunConfig, tokenizers: dict[str, ChatTokenizer], batch: Optional[TurnBatch] = None,
+    trajectories: list[Trajectory],
+    config: RunConfig,
+    tokenizers: dict[str, ChatTokenizer],
+    batch: TurnBatch | None = None,
     refused: bool = False,
 ) -> list[TrajectoryRecord]:
     """What is kept of a step's or an evaluation's trajectories: as many as config.logging says, in their order.
@@ -130,11 +141,21 @@ def trajectory_records(
 
     def turn_record(number: int, turn: Turn) -> TurnRecord:
         record = TurnRecord(
-            agent=turn.agent, policy=turn.policy, index=turn.index,
-            prompt=tokenizers[turn.policy].prompt_text(turn.prompt_ids), response=turn.text, content=turn.content, valid=turn.valid,
-            finish_reason=turn.finish_reason, prompt_tokens=len(turn.prompt_ids), response_tokens=len(turn.token_ids),
-            max_response_tokens=turn.limit, weight_version=turn.weight_version, reward=turn.reward,
-            logprob_mean=sum(turn.logprobs) / len(turn.logprobs), logprob_min=min(turn.logprobs),
+            agent=turn.agent,
+            policy=turn.policy,
+            index=turn.index,
+            prompt=tokenizers[turn.policy].prompt_text(turn.prompt_ids),
+            response=turn.text,
+            content=turn.content,
+            valid=turn.valid,
+            finish_reason=turn.finish_reason,
+            prompt_tokens=len(turn.prompt_ids),
+            response_tokens=len(turn.token_ids),
+            max_response_tokens=turn.limit,
+            weight_version=turn.weight_version,
+            reward=turn.reward,
+            logprob_mean=sum(turn.logprobs) / len(turn.logprobs),
+            logprob_min=min(turn.logprobs),
         )
         row = row_of.get((number, turn.index))
         if row is not None:
@@ -148,10 +169,17 @@ def trajectory_records(
         trajectory = trajectories[number]
         question, outcome = trajectory.question, trajectory.outcome
         return TrajectoryRecord(
-            question_id=question.id, question=question.text, source=question.data_source, group=trajectory.group,
-            sample=trajectory.sample, expected=list(question.answers), answer=outcome.answer if outcome else None,
-            reward=trajectory.reward, success=trajectory.success,
-            turns=[turn_record(number, turn) for turn in trajectory.turns], role_rewards=trajectory.role_rewards,
+            question_id=question.id,
+            question=question.text,
+            source=question.data_source,
+            group=trajectory.group,
+            sample=trajectory.sample,
+            expected=list(question.answers),
+            answer=outcome.answer if outcome else None,
+            reward=trajectory.reward,
+            success=trajectory.success,
+            turns=[turn_record(number, turn) for turn in trajectory.turns],
+            role_rewards=trajectory.role_rewards,
             info={key: _loggable(value) for key, value in outcome.info.items()} if outcome else {},
             masked=trajectory.failure and f"{trajectory.failure}: {trajectory.failure_detail}",
         )
@@ -159,7 +187,7 @@ def trajectory_records(
     return [record(number) for number in chosen(trajectories, most)]
 
 
-def chosen(trajectories: list[Trajectory], most: Optional[int]) -> list[int]:
+def chosen(trajectories: list[Trajectory], most: int | None) -> list[int]:
     """Positions of the trajectories that are kept; None: all."""
     if most is None or most >= len(trajectories):
         return list(range(len(trajectories)))

@@ -9,8 +9,9 @@ brings the engines to the new weights.
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
@@ -48,7 +49,9 @@ async def run(config: RunConfig) -> None:
             sys.exit(f"stopped at once by {stop.requested}; {rest}")
 
 
-async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[Callable[[], None]], None]) -> None:
+async def train(
+    config: RunConfig, checkpoints: "Checkpoints", stop: "StopRequest", confirm: Callable[[Callable[[], None]], None]
+) -> None:
     """Run a validated configuration to its end, or on from its last checkpoint.
 
     Args:
@@ -70,7 +73,7 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
     from megatron_drmas.data.sampler import QuestionSampler
     from megatron_drmas.evaluate import evaluate_team
     from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
-    from megatron_drmas.observability.run_log import RunLog, finished_summary, closing_summary
+    from megatron_drmas.observability.run_log import RunLog, closing_summary, finished_summary
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
@@ -123,9 +126,13 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
-                            lambda drawn, stream: cluster.collector.collect(drawn, config.group_size, stream, config.algorithm.reward.use_turn_rewards),
+                            lambda drawn, stream: cluster.collector.collect(
+                                drawn, config.group_size, stream, config.algorithm.reward.use_turn_rewards
+                            ),
                             lambda count: [questions[index] for index in sampler.draw(count)],
-                            config.questions_per_step, config.algorithm.dynamic_sampling_draws, stream.at(step),
+                            config.questions_per_step,
+                            config.algorithm.dynamic_sampling_draws,
+                            stream.at(step),
                         )
                     problem = refusal(trajectories, config.health, f"step {step} is not trained on")
                     if problem:
@@ -150,7 +157,7 @@ async def train(config: RunConfig, checkpoints: "Checkpoints", stop: "StopReques
                     log.log_trajectories(step, trajectory_records(trajectories, config, tokenizers, batch))
                 saver.updated(step)
                 last = step == config.steps
-                if last or config.checkpoint.every and step % config.checkpoint.every == 0:
+                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     await saver.save()
                 if problem and not last:
                     raise UnhealthyRun(problem)

@@ -7,29 +7,29 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-import megatron_drmas.environments  # noqa: F401  registers the environments
-import megatron_drmas.weight_sync  # noqa: F401  registers the transports
-import megatron_drmas.workflows  # noqa: F401  registers the workflows
+import megatron_drmas.environments
+import megatron_drmas.weight_sync
+import megatron_drmas.workflows  # noqa: F401  registers
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import family_of
+from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config, read_json
 from checkpoints_conv.mapping.model_mapping import ModelMapping
-from checkpoints_conv.families.spec import ModelSpec
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.ray_start import check_ray
-from megatron_drmas.validate_templates import check_templates
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.options import typed_options
-from megatron_drmas.config.setting import check_settings
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
+from megatron_drmas.validate_templates import check_templates
 from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 
@@ -52,7 +52,9 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     check_data(config.data)
     if config.rollout.top_p != 1:
         raise ConfigError(
-            "rollout.top_p", config.rollout.top_p, "training computes log-probs over the whole vocabulary, not over the tokens that top_p leaves",
+            "rollout.top_p",
+            config.rollout.top_p,
+            "training computes log-probs over the whole vocabulary, not over the tokens that top_p leaves",
             "use 1 (evaluation.top_p is free)",
         )
     check_algorithm_config(config.algorithm)
@@ -76,7 +78,9 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         # That the GPUs suffice was never seen here, only that they are missed.
         if device == "cuda" and torch.cuda.device_count() < config.cluster.gpus_per_node:
             lacking = ConfigError(
-                "cluster.gpus_per_node", config.cluster.gpus_per_node, f"torch sees {torch.cuda.device_count()} GPUs on this machine",
+                "cluster.gpus_per_node",
+                config.cluster.gpus_per_node,
+                f"torch sees {torch.cuda.device_count()} GPUs on this machine",
                 "ask Slurm for as many, or use cluster.gpus_per_node=0 cluster.device=cpu",
             )
             if machine:
@@ -124,10 +128,14 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
     try:
         spec.check_layout(policy.parallel.tensor, policy.parallel.pipeline)
     except ConversionError as error:
-        raise ConfigError(f"{prefix}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers") from error
+        raise ConfigError(
+            f"{prefix}.parallel.pipeline", policy.parallel.pipeline, str(error), "choose a size that divides the layers"
+        ) from error
     if spec.experts and policy.parallel.tensor > 1 and not policy.parallel.sequence:
         raise ConfigError(
-            f"{prefix}.parallel.sequence", False, "Megatron trains expert layers under tensor parallelism with sequence parallelism only",
+            f"{prefix}.parallel.sequence",
+            False,
+            "Megatron trains expert layers under tensor parallelism with sequence parallelism only",
             f"set {prefix}.parallel.sequence=true",
         )
     if not any(folder.glob("*.safetensors")):
@@ -136,12 +144,16 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
         raise ConfigError(key, policy.model, "has no tokenizer", "copy the model's tokenizer files into the folder")
     try:
         HfFolder(folder).check(ModelMapping(spec))
-        settings = {name: read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()}
+        settings = {
+            name: read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()
+        }
     except ConversionError as error:
         raise ConfigError(key, policy.model, str(error), "copy or convert the model again") from error
     template = settings.get("tokenizer_config.json", {}).get("chat_template")
     if not template and not (folder / "chat_template.jinja").is_file() and not (folder / "chat_template.json").is_file():
-        raise ConfigError(key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model")
+        raise ConfigError(
+            key, policy.model, "its tokenizer has no chat template", "add chat_template.jinja, or use the instruct model"
+        )
     return spec
 
 
@@ -157,7 +169,9 @@ def check_name(name: str) -> None:
         ConfigError: it cannot.
     """
     if name in ("", ".", "..") or "/" in name or len(name.encode()) > 200:
-        raise ConfigError("name", name[:200], "is not the name of a folder", "use letters, digits, dots, dashes and underscores, at most 200")
+        raise ConfigError(
+            "name", name[:200], "is not the name of a folder", "use letters, digits, dots, dashes and underscores, at most 200"
+        )
 
 
 def check_output(folder: Path) -> None:
@@ -170,24 +184,32 @@ def check_output(folder: Path) -> None:
     try:
         tempfile.TemporaryDirectory(dir=nearest, prefix=".write_test_").cleanup()
     except OSError as error:
-        raise ConfigError("output_dir", str(folder.parent), f"{nearest}: {error.strerror}", "choose a folder that can be written") from error
+        raise ConfigError(
+            "output_dir", str(folder.parent), f"{nearest}: {error.strerror}", "choose a folder that can be written"
+        ) from error
 
 
 def _check_health(config: HealthConfig) -> None:
     for kind in ("masked", "truncated", "invalid", "zero_advantage", "found_nothing"):
         share: ShareConfig = getattr(config, kind)
         if share.warn is not None and share.stop is not None and share.warn > share.stop:
-            raise ConfigError(f"health.{kind}.warn", share.warn, f"is above the share {share.stop:g} that stops the run", "lower it")
+            raise ConfigError(
+                f"health.{kind}.warn", share.warn, f"is above the share {share.stop:g} that stops the run", "lower it"
+            )
 
 
 def _check_team(config: RunConfig) -> None:
     _choice("team.workflow.name", config.team.workflow.name, WORKFLOWS)
     workflow = WORKFLOWS[config.team.workflow.name]
-    typed_options("team.workflow.options", f"workflow {config.team.workflow.name!r}", workflow.Options, config.team.workflow.options)
+    typed_options(
+        "team.workflow.options", f"workflow {config.team.workflow.name!r}", workflow.Options, config.team.workflow.options
+    )
     agents = config.team.agents
     if config.team.workflow.max_turns < workflow.min_turns:
         problem = f"leaves an agent of workflow {config.team.workflow.name!r} without a call"
-        raise ConfigError("team.workflow.max_turns", config.team.workflow.max_turns, problem, f"use at least {workflow.min_turns}")
+        raise ConfigError(
+            "team.workflow.max_turns", config.team.workflow.max_turns, problem, f"use at least {workflow.min_turns}"
+        )
     if config.algorithm.reward.verdict and not workflow.verdicts:
         problem = f"no agent of workflow {config.team.workflow.name!r} accepts or rejects"
         raise ConfigError("algorithm.reward.verdict", config.algorithm.reward.verdict, problem, "set it to 0")
@@ -200,31 +222,44 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"team.agents.{role}", None, problem, f"define it, or give another agent role={role}")
         if list(roles.values()).count(role) > 1:
             names = [name for name in roles if roles[name] == role]
-            raise ConfigError(f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own")
+            raise ConfigError(
+                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own"
+            )
     for name, agent in agents.items():
         key = f"team.agents.{name}"
         role = roles[name]
         if role not in workflow.agents:
-            raise ConfigError(key, None, f"is never called by workflow {config.team.workflow.name!r}", f"its roles: {', '.join(workflow.agents)}")
+            raise ConfigError(
+                key,
+                None,
+                f"is never called by workflow {config.team.workflow.name!r}",
+                f"its roles: {', '.join(workflow.agents)}",
+            )
         if agent.policy not in config.policies:
             raise ConfigError(f"{key}.policy", agent.policy, "no such policy", f"choose one of: {', '.join(config.policies)}")
         _choice(f"{key}.parser", agent.parser, PARSERS)
         needed = workflow.parsers.get(role, agent.parser)
         if agent.parser != needed:
-            raise ConfigError(f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}")
+            raise ConfigError(
+                f"{key}.parser", agent.parser, f"workflow {config.team.workflow.name!r} cannot read it", f"use {needed}"
+            )
         if agent.parser == "tags" and role in workflow.answering:
             problem = "gives a list, and the environment grades one answer"
             raise ConfigError(f"{key}.parser", agent.parser, problem, "use boxed, tag or text")
         if agent.tag == "think":
             raise ConfigError(f"{key}.tag", agent.tag, "marks reasoning, which no parser reads", "choose another tag")
         if agent.parser in ("tag", "tags") and not agent.tag:
-            raise ConfigError(f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold")
+            raise ConfigError(
+                f"{key}.tag", agent.tag, f"parser {agent.parser!r} needs one", "name the tag that the output must hold"
+            )
         words = workflow.verdicts.get(role, ())
         if not set(words) <= set(agent.choices):
             problem = f"workflow {config.team.workflow.name!r} reads the verdicts {' and '.join(map(repr, words))}"
             raise ConfigError(f"{key}.choices", list(agent.choices), problem, "list both, as they are spelled")
         if agent.choices and agent.parser in ("boxed", "tags", "text"):
-            raise ConfigError(f"{key}.choices", list(agent.choices), f"parser {agent.parser!r} does not read them", "use parser tag")
+            raise ConfigError(
+                f"{key}.choices", list(agent.choices), f"parser {agent.parser!r} does not read them", "use parser tag"
+            )
         try:
             compile_prompt(agent.prompt)
             unknown = prompt_variables(agent.prompt) - set(workflow.agents[role])
@@ -232,7 +267,9 @@ def _check_team(config: RunConfig) -> None:
             raise ConfigError(f"{key}.prompt", None, f"is not a Jinja template: {error}", "correct it") from error
         if unknown:
             given = ", ".join(workflow.agents[role])
-            raise ConfigError(f"{key}.prompt", None, f"uses {', '.join(sorted(unknown))}, which nothing sets", f"the workflow gives it: {given}")
+            raise ConfigError(
+                f"{key}.prompt", None, f"uses {', '.join(sorted(unknown))}, which nothing sets", f"the workflow gives it: {given}"
+            )
     for name in config.policies:
         if all(agent.policy != name for agent in agents.values()):
             raise ConfigError(f"policies.{name}", None, "is not used by any agent", "map an agent to it or remove it")
@@ -250,11 +287,15 @@ def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> Non
     """
     check_settings(policy, prefix)
     if policy.optimizer.min_lr > policy.optimizer.lr:
-        raise ConfigError(f"{prefix}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it")
+        raise ConfigError(
+            f"{prefix}.optimizer.min_lr", policy.optimizer.min_lr, f"is above the lr {policy.optimizer.lr}", "lower it"
+        )
     decay_steps = policy.optimizer.schedule_steps(optimizer_steps)
     if policy.trainable and policy.optimizer.warmup_steps >= decay_steps:
         raise ConfigError(
-            f"{prefix}.optimizer.warmup_steps", policy.optimizer.warmup_steps, f"the schedule has {decay_steps} optimizer steps",
+            f"{prefix}.optimizer.warmup_steps",
+            policy.optimizer.warmup_steps,
+            f"the schedule has {decay_steps} optimizer steps",
             f"use fewer, or raise steps or {prefix}.optimizer.decay_steps",
         )
     if policy.parallel.sequence and policy.parallel.tensor == 1:
@@ -266,18 +307,24 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
     key = f"policies.{name}.engine.max_model_len"
     if policy.engine.max_model_len < longest:
         raise ConfigError(
-            key, policy.engine.max_model_len, f"prompt and response together may have {longest} tokens",
+            key,
+            policy.engine.max_model_len,
+            f"prompt and response together may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
     if policy.trainable and policy.micro_batch_tokens < longest:
         raise ConfigError(
-            f"policies.{name}.micro_batch_tokens", policy.micro_batch_tokens, f"one call may have {longest} tokens",
+            f"policies.{name}.micro_batch_tokens",
+            policy.micro_batch_tokens,
+            f"one call may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
 
 
 def _longest(policy: str, config: RunConfig) -> int:
-    responses = [a.max_response_tokens or config.rollout.max_response_tokens for a in config.team.agents.values() if a.policy == policy]
+    responses = [
+        a.max_response_tokens or config.rollout.max_response_tokens for a in config.team.agents.values() if a.policy == policy
+    ]
     return config.rollout.max_prompt_tokens + max(responses)
 
 
@@ -297,7 +344,9 @@ def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunC
     longest = max(_longest(name, config), policy.engine.max_model_len)
     if longest > spec.max_position:
         raise ConfigError(
-            "rollout.max_prompt_tokens", config.rollout.max_prompt_tokens,
+            "rollout.max_prompt_tokens",
+            config.rollout.max_prompt_tokens,
             f"with its response a prompt may take {longest} tokens (policies.{name}.engine.max_model_len), but {policy.model} has "
-            f"{spec.max_position} positions", "lower both",
+            f"{spec.max_position} positions",
+            "lower both",
         )

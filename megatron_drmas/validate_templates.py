@@ -8,8 +8,9 @@ import asyncio
 import logging
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
-from typing import Any, Awaitable, Iterable, Optional, get_origin
+from typing import Any, get_origin
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
@@ -44,14 +45,21 @@ def check_templates(config: RunConfig) -> None:
                 raise _of_agent(role, error, config.policies[role.config.policy]) from error
         if min(lengths) > config.rollout.max_prompt_tokens:
             raise ConfigError(
-                "rollout.max_prompt_tokens", config.rollout.max_prompt_tokens,
-                f"the prompt of agent {agent!r} has {min(lengths)} tokens before there is a question in it", "raise it",
+                "rollout.max_prompt_tokens",
+                config.rollout.max_prompt_tokens,
+                f"the prompt of agent {agent!r} has {min(lengths)} tokens before there is a question in it",
+                "raise it",
             )
         for key in ("system", "prompt"):
             written = {"role": "user", "content": getattr(role.config, key) or ""}
             spelled = " ".join(sorted(set(chats[role.config.policy].spelled(written))))
             if spelled:
-                logger.warning("team.agents.%s.%s spells control tokens of its policy (%s): they are plain text to the model", agent, key, spelled)
+                logger.warning(
+                    "team.agents.%s.%s spells control tokens of its policy (%s): they are plain text to the model",
+                    agent,
+                    key,
+                    spelled,
+                )
 
 
 def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
@@ -127,8 +135,18 @@ class _Rehearsal:
         text, index = self._output(agent), self._calls.total()
         self._calls[agent.name] += 1
         return Turn(
-            agent=agent.name, policy=agent.config.policy, index=index, messages=messages, prompt_ids=[0], token_ids=[0], logprobs=[0.0],
-            limit=1, finish_reason="stop", weight_version=0, text=text, content=agent.parse(text),
+            agent=agent.name,
+            policy=agent.config.policy,
+            index=index,
+            messages=messages,
+            prompt_ids=[0],
+            token_ids=[0],
+            logprobs=[0.0],
+            limit=1,
+            finish_reason="stop",
+            weight_version=0,
+            text=text,
+            content=agent.parse(text),
         )
 
     async def together(self, calls: Iterable[Awaitable[Turn]]) -> list[Turn]:
@@ -139,7 +157,7 @@ class _Rehearsal:
         kind = self._tools[name].hints.get("return")
         return MADE_UP.get(get_origin(kind) or kind, "1")
 
-    async def grade(self, answer: Optional[str]) -> float:
+    async def grade(self, answer: str | None) -> float:
         return 0.0
 
     def chance(self, name: str) -> float:

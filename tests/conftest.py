@@ -50,7 +50,9 @@ def repository() -> Path:
 def tiny_team(tmp_path_factory, repository) -> Path:
     """The tiny team's models, questions and corpus, as its tool makes them."""
     folder = tmp_path_factory.mktemp("tiny_team")
-    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True
+    )
     return folder
 
 

@@ -1,7 +1,7 @@
 """An engine in a process of its own, since vLLM changes torch for its whole process.
 
-    with EngineProcess(settings) as engine:
-        engine.call("submit", requests)
+with EngineProcess(settings) as engine:
+    engine.call("submit", requests)
 """
 
 import asyncio
@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
-from typing import Any, Iterable, Optional
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ class EngineProcess:
         with tempfile.TemporaryDirectory() as folder, Listener(os.path.join(folder, "socket")) as listener:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.engine_process", str(listener.address)],
-                cwd=Path(__file__).parents[1], env={**os.environ, **ENVIRONMENT},
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, **ENVIRONMENT},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             self._connection = listener.accept()
         self._connection.send(settings)
@@ -104,7 +107,7 @@ def prompt(length: int, start: int = 3) -> list[int]:
 
 
 def request(
-    key: int, prompt_ids: list[int], seed: Optional[int] = None, temperature: float = 0.7, top_p: float = 1.0, max_tokens: int = 8,
+    key: int, prompt_ids: list[int], seed: int | None = None, temperature: float = 0.7, top_p: float = 1.0, max_tokens: int = 8
 ) -> Request:
     return Request(key, prompt_ids, key if seed is None else seed, temperature, top_p, max_tokens)
 

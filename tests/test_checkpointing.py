@@ -61,18 +61,45 @@ def test_no_checkpoint_is_no_error(checkpoints):
 
 POLICY = "policies.qwen2."
 ALLOWED = {  # override -> (old, new)
-    "steps=99": (32, 99), "output_dir=/elsewhere": ("outputs", "/elsewhere"), "name=copy": ("search_hetero", "copy"), "evaluation.every=3": (0, 3),
-    "checkpoint.keep=9": (2, 9), "cluster.sync_timeout_s=1": (120.0, 1.0), "cluster.actor_threads=2": (1, 2), "rollout.max_in_flight=7": (1024, 7),
-    "environment.grader.timeout_s=1": (10.0, 1.0), "logging.trajectories_per_step=3": (8, 3),
-    POLICY + "parallel.tensor=1": (2, 1), POLICY + "engine.max_num_seqs=1": (128, 1), POLICY + "recompute=true": (False, True),
-    POLICY + "optimizer.lr=0.1": (5e-4, 0.1), POLICY + "optimizer.decay=linear": ("constant", "linear"), POLICY + "optimizer.eps=1e-5": (1e-8, 1e-5),
-    POLICY + "optimizer.warmup_steps=1": (0, 1), POLICY + "optimizer.weight_decay=1": (0.0, 1.0), POLICY + "optimizer.grad_clip=2": (1.0, 2.0),
+    "steps=99": (32, 99),
+    "output_dir=/elsewhere": ("outputs", "/elsewhere"),
+    "name=copy": ("search_hetero", "copy"),
+    "evaluation.every=3": (0, 3),
+    "checkpoint.keep=9": (2, 9),
+    "cluster.sync_timeout_s=1": (120.0, 1.0),
+    "cluster.actor_threads=2": (1, 2),
+    "rollout.max_in_flight=7": (1024, 7),
+    "environment.grader.timeout_s=1": (10.0, 1.0),
+    "logging.trajectories_per_step=3": (8, 3),
+    POLICY + "parallel.tensor=1": (2, 1),
+    POLICY + "engine.max_num_seqs=1": (128, 1),
+    POLICY + "recompute=true": (False, True),
+    POLICY + "optimizer.lr=0.1": (5e-4, 0.1),
+    POLICY + "optimizer.decay=linear": ("constant", "linear"),
+    POLICY + "optimizer.eps=1e-5": (1e-8, 1e-5),
+    POLICY + "optimizer.warmup_steps=1": (0, 1),
+    POLICY + "optimizer.weight_decay=1": (0.0, 1.0),
+    POLICY + "optimizer.grad_clip=2": (1.0, 2.0),
 }
 REFUSED = (
-    "seed=1", "questions_per_step=3", "group_size=2", "deterministic=true", "algorithm.advantage.mean=group", "algorithm.updates_per_batch=2",
-    "rollout.temperature=1", "rollout.max_response_tokens=9", "data.train=other.jsonl", "data.shuffle=false", "precision.mode=bf16",
-    "environment.retrieval.topk=1", "team.workflow.max_turns=1", "team.agents.search.prompt=x", POLICY + "model=other",
-    POLICY + "trainable=false", POLICY + "optimizer.distributed=false", "+" + POLICY + "template_options.enable_thinking=false",
+    "seed=1",
+    "questions_per_step=3",
+    "group_size=2",
+    "deterministic=true",
+    "algorithm.advantage.mean=group",
+    "algorithm.updates_per_batch=2",
+    "rollout.temperature=1",
+    "rollout.max_response_tokens=9",
+    "data.train=other.jsonl",
+    "data.shuffle=false",
+    "precision.mode=bf16",
+    "environment.retrieval.topk=1",
+    "team.workflow.max_turns=1",
+    "team.agents.search.prompt=x",
+    POLICY + "model=other",
+    POLICY + "trainable=false",
+    POLICY + "optimizer.distributed=false",
+    "+" + POLICY + "template_options.enable_thinking=false",
 )
 
 
@@ -94,7 +121,12 @@ def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, 
     with pytest.raises(ConfigError) as caught:
         checkpoints.latest(configured(override))
     key, new = override.lstrip("+").split("=")
-    assert key in str(caught.value) and "was made with" in str(caught.value) and "resume=never" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        key in str(caught.value)
+        and "was made with" in str(caught.value)
+        and "resume=never" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_every_key_that_may_change_exists(configured):
@@ -112,7 +144,9 @@ def test_every_key_that_may_change_exists(configured):
 def test_a_policy_named_like_a_section_is_still_a_policy(checkpoints):
     old = {"policies": {"steps": {"model": "a", "optimizer": {"lr": 1.0}}}}
     save(checkpoints, 1, old)
-    assert checkpoints.latest({"policies": {"steps": {"model": "a", "optimizer": {"lr": 2.0}}}})[2] == {"policies.steps.optimizer.lr": (1.0, 2.0)}
+    assert checkpoints.latest({"policies": {"steps": {"model": "a", "optimizer": {"lr": 2.0}}}})[2] == {
+        "policies.steps.optimizer.lr": (1.0, 2.0)
+    }
     with pytest.raises(ConfigError, match="policies.steps.model"):
         checkpoints.latest({"policies": {"steps": {"model": "b", "optimizer": {"lr": 1.0}}}})
 
@@ -167,7 +201,11 @@ def test_clearing_leaves_what_a_person_has_put_aside(checkpoints):
         save(checkpoints, step, {})
     (checkpoints.complete()[1].parent / "best of them").mkdir()
     checkpoints.clear(after=1)
-    assert sorted(path.name for path in checkpoints.complete()[0].parent.iterdir()) == ["best of them", "passed_over_step_000002", "step_000001"]
+    assert sorted(path.name for path in checkpoints.complete()[0].parent.iterdir()) == [
+        "best of them",
+        "passed_over_step_000002",
+        "step_000001",
+    ]
     checkpoints.clear(after=0)
     assert checkpoints.complete() == []
 
@@ -185,12 +223,19 @@ class Log:
         return not since < 2 <= self.step
 
 
-@pytest.mark.parametrize("error, steps, said", [
-    (UnhealthyRun("step 4 is not trained on: too many"), [1, 3], "too many; then the same command continues from step_000001"),
-    (ServiceFailure("retrieval server: gone"), [1, 3], "^retrieval server: gone$"),
-    (GraderError("no memory"), [1, 3], "^no memory$"),
-    (ProcessFailure("actor 0: died"), [1], "^actor 0: died$"),
-])
+@pytest.mark.parametrize(
+    "error, steps, said",
+    [
+        (
+            UnhealthyRun("step 4 is not trained on: too many"),
+            [1, 3],
+            "too many; then the same command continues from step_000001",
+        ),
+        (ServiceFailure("retrieval server: gone"), [1, 3], "^retrieval server: gone$"),
+        (GraderError("no memory"), [1, 3], "^no memory$"),
+        (ProcessFailure("actor 0: died"), [1], "^actor 0: died$"),
+    ],
+)
 def test_a_run_that_stops_between_updates_loses_no_step(checkpoints, error, steps, said):
     sampler = QuestionSampler(10, 0)
 

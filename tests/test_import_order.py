@@ -32,7 +32,12 @@ def imports(path: Path, known: set[str]) -> set[str]:
 
 def layer_of(module: str, layers: list[list[str]]) -> int | None:
     """The layer with the longest name that the module lies under."""
-    matches = [(len(name), level) for level, names in enumerate(layers) for name in names if module == name or module.startswith(f"{name}.")]
+    matches = [
+        (len(name), level)
+        for level, names in enumerate(layers)
+        for name in names
+        if module == name or module.startswith(f"{name}.")
+    ]
     return max(matches)[1] if matches else None
 
 

@@ -49,7 +49,9 @@ def test_a_mixture_of_experts_goes_through_a_run(team, tmp_path, repository):
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "moe" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["policies"]["qwen2"]["prob_ratio"] for line in lines if line["kind"] == "step"] == pytest.approx([1.0] * 2, abs=1e-4)
+    assert [line["policies"]["qwen2"]["prob_ratio"] for line in lines if line["kind"] == "step"] == pytest.approx(
+        [1.0] * 2, abs=1e-4
+    )
     before, after = HfFolder(team / "moe"), HfFolder(tmp_path / "moe" / "hf" / "qwen2")
     assert after.shapes == before.shapes
     torch.testing.assert_close(after.tensor(EXPERT), before.tensor(EXPERT) * 0.999**2, rtol=1e-4, atol=1e-7)

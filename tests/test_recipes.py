@@ -29,7 +29,14 @@ def train(tmp_path_factory, repository):
     subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(team)], check=True, cwd=repository, capture_output=True)
 
     def run(name, *overrides):
-        command = [sys.executable, "-m", "megatron_drmas.train", f"name={name}", f"output_dir={folder}", f"variables.tiny_team={team}"]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_drmas.train",
+            f"name={name}",
+            f"output_dir={folder}",
+            f"variables.tiny_team={team}",
+        ]
         done = subprocess.run(
             [*command, *SMALL, *overrides], cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""}
         )

@@ -23,8 +23,10 @@ from tools.tiny_team.models import build_model, save_policy
 from tools.tiny_team.tokenizer import END
 
 PROMPT_WEIGHT = 0.3
-ROWS = [{"prompt": f"verifier\nquestion: what is the {what} of Bavor?\nverifier:", "response": f"<verify>{verdict}</verify>"}
-        for what, verdict in (("mayor", "yes"), ("seat", "no"), ("founder", "yes"), ("country", "no"))]
+ROWS = [
+    {"prompt": f"verifier\nquestion: what is the {what} of Bavor?\nverifier:", "response": f"<verify>{verdict}</verify>"}
+    for what, verdict in (("mayor", "yes"), ("seat", "no"), ("founder", "yes"), ("country", "no"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +130,18 @@ def reference_losses(model: str, data: str, steps: int, lr: float) -> list[float
 def test_the_command_trains_as_transformers_would(model, data, tmp_path, layout):
     steps = 4
     done = run(
-        tmp_path, f"policy.model={model}", f"data={data}", f"steps={steps}", "name=fit", "batch_size=4", f"prompt_weight={PROMPT_WEIGHT}",
-        "policy.optimizer.lr=1e-3", "policy.optimizer.decay=constant", "policy.optimizer.warmup_steps=0",
-        "policy.optimizer.weight_decay=0", *layout,
+        tmp_path,
+        f"policy.model={model}",
+        f"data={data}",
+        f"steps={steps}",
+        "name=fit",
+        "batch_size=4",
+        f"prompt_weight={PROMPT_WEIGHT}",
+        "policy.optimizer.lr=1e-3",
+        "policy.optimizer.decay=constant",
+        "policy.optimizer.warmup_steps=0",
+        "policy.optimizer.weight_decay=0",
+        *layout,
     )
     assert done.returncode == 0, done.stderr
     losses = scalars(tmp_path / "fit", "sft/loss")
@@ -143,18 +154,21 @@ def test_the_command_trains_as_transformers_would(model, data, tmp_path, layout)
     assert ChatTokenizer(str(tmp_path / "fit" / "hf"), {}).prompt_ids([{"role": "user", "content": "a"}])
 
 
-@pytest.mark.parametrize("override, named", [
-    ("policy.optimizer.learning_rate=1", "policy.optimizer.learning_rate"),
-    ("policy.parallel.tensor=5", "policy.parallel.tensor"),
-    ("policy.model=/none", "policy.model"),
-    ("data=/none.jsonl", "data"),
-    ("steps=0", "steps"),
-    ("policy.parallel.data=0", "policy.parallel.data"),
-    ("policy.optimizer.warmup_steps=20", "policy.optimizer.warmup_steps"),
-    ("precision.mode=fp8", "precision.mode"),
-    ("name=..", "name"),
-    ("policy.optimizer.lr=.nan", "policy.optimizer.lr"),
-])
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("policy.optimizer.learning_rate=1", "policy.optimizer.learning_rate"),
+        ("policy.parallel.tensor=5", "policy.parallel.tensor"),
+        ("policy.model=/none", "policy.model"),
+        ("data=/none.jsonl", "data"),
+        ("steps=0", "steps"),
+        ("policy.parallel.data=0", "policy.parallel.data"),
+        ("policy.optimizer.warmup_steps=20", "policy.optimizer.warmup_steps"),
+        ("precision.mode=fp8", "precision.mode"),
+        ("name=..", "name"),
+        ("policy.optimizer.lr=.nan", "policy.optimizer.lr"),
+    ],
+)
 def test_a_setting_that_cannot_work_is_one_line(model, data, tmp_path, monkeypatch, capsys, override, named):
     settings = {"policy.model": model, "data": data, "steps": "20", "output_dir": tmp_path} | dict([override.split("=")])
     monkeypatch.setattr(sys, "argv", ["sft", *(f"{key}={value}" for key, value in settings.items())])

@@ -23,7 +23,9 @@ AGENTS = ("search", "answer")
 
 
 def turn(agent, index, valid=True):
-    return Turn(agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", 0, "text", "text" if valid else None)
+    return Turn(
+        agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", 0, "text", "text" if valid else None
+    )
 
 
 def trajectories():
@@ -104,7 +106,14 @@ def test_a_trajectory_is_kept_with_everything_that_was_made_of_it():
     batch = collated(drawn, learners=["answer"])
     kept = trajectory_records(drawn, configured(), {"writer": Letters()}, batch)
     first, second, failed = map(plain, kept)
-    assert (first["question_id"], first["group"], first["sample"], first["reward"], first["success"], first["answer"]) == ("q", 0, 0, 1.0, True, "x")
+    assert (first["question_id"], first["group"], first["sample"], first["reward"], first["success"], first["answer"]) == (
+        "q",
+        0,
+        0,
+        1.0,
+        True,
+        "x",
+    )
     assert first["info"] == {"searches": 2, "odd": repr({1, 2})} and first["masked"] is None
     turn = first["turns"][1]
     assert (turn["prompt"], turn["finish_reason"], turn["weight_version"], turn["response_tokens"]) == ("<5><6>", "stop", 0, 3)
@@ -115,7 +124,10 @@ def test_a_trajectory_is_kept_with_everything_that_was_made_of_it():
     for trajectory in (first, second):
         for turn in trajectory["turns"]:
             row = next(rows)
-            assert turn["score"] == pytest.approx(scores[row].item()) and turn["advantage"] == batch.advantages[batch.response_offsets[row]].item()
+            assert (
+                turn["score"] == pytest.approx(scores[row].item())
+                and turn["advantage"] == batch.advantages[batch.response_offsets[row]].item()
+            )
     assert second["turns"][0]["score"] < second["turns"][1]["score"], "the invalid output's penalty"
     assert failed["masked"] == "retrieval: 500" and failed["turns"][0]["score"] is None
 
@@ -127,7 +139,9 @@ def test_token_ids_are_kept_on_request():
 
 @given(st.lists(st.sampled_from([None, None, None, "retrieval", "engine"]), max_size=60), st.none() | st.integers(0, 20))
 def test_as_many_are_kept_as_asked_for_in_their_order_and_every_failure_is_among_them(failures, most):
-    drawn = [Trajectory(Question(str(number), "?", ("x",)), number, 0, failure=failure) for number, failure in enumerate(failures)]
+    drawn = [
+        Trajectory(Question(str(number), "?", ("x",)), number, 0, failure=failure) for number, failure in enumerate(failures)
+    ]
     kept = chosen(drawn, most)
     assert kept == sorted(set(kept)) and len(kept) == min(len(drawn), len(drawn) if most is None else most)
     if most is None or most >= 2:

@@ -50,7 +50,7 @@ def in_terminal(command, repository):
                 except OSError:  # the other end is closed
                     break
             if pressed < presses and (
-                began is None and steps(folder) >= 2 or began is not None and time.monotonic() - began > 0.3
+                (began is None and steps(folder) >= 2) or (began is not None and time.monotonic() - began > 0.3)
             ):
                 os.write(terminal, b"\x03")
                 pressed, began = pressed + 1, time.monotonic()

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 SMALL = [
-    "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=0", "deterministic=true",
+    "questions_per_step=4",
+    "group_size=4",
+    "evaluation.before=false",
+    "evaluation.after=false",
+    "checkpoint.every=0",
+    "deterministic=true",
 ]
 
 
@@ -20,8 +25,17 @@ def train(tiny_team, tmp_path_factory, repository):
     output_dir = tmp_path_factory.mktemp("runs")
 
     def run(name, *overrides):
-        command = [sys.executable, "-m", "megatron_drmas.train", f"name={name}", f"output_dir={output_dir}", f"variables.tiny_team={tiny_team}"]
-        done = subprocess.run([*command, *SMALL, *overrides], cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""})
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_drmas.train",
+            f"name={name}",
+            f"output_dir={output_dir}",
+            f"variables.tiny_team={tiny_team}",
+        ]
+        done = subprocess.run(
+            [*command, *SMALL, *overrides], cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""}
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return output_dir / name
 
@@ -31,7 +45,11 @@ def train(tiny_team, tmp_path_factory, repository):
 def steps(run_dir):
     """What each step measured, without its times."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "tokens_generated")} for line in lines if line["kind"] == "step"}
+    return {
+        line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "tokens_generated")}
+        for line in lines
+        if line["kind"] == "step"
+    }
 
 
 @pytest.mark.timeout(900)
@@ -54,7 +72,12 @@ def test_a_run_that_is_continued_equals_an_undisturbed_one_bit_for_bit(train):
     for weights in exported:
         assert (continued / weights.relative_to(undisturbed)).read_bytes() == weights.read_bytes()
     summary = json.loads((continued / "summary.json").read_text())
-    assert summary["restarts"] and summary["status"] == "finished" and summary["max_prob_ratio"] <= 1.01 and summary["max_logprob_diff"] <= 1e-3
+    assert (
+        summary["restarts"]
+        and summary["status"] == "finished"
+        and summary["max_prob_ratio"] <= 1.01
+        and summary["max_logprob_diff"] <= 1e-3
+    )
     from transformers import AutoModelForCausalLM
 
     from megatron_drmas.rollout.tokenizer import load_tokenizer

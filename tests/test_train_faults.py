@@ -22,8 +22,14 @@ from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.team.trajectory import Trajectory
 
 SMALL = (
-    "steps=3", "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=2",
-    "checkpoint.export=false", "deterministic=true",
+    "steps=3",
+    "questions_per_step=4",
+    "group_size=4",
+    "evaluation.before=false",
+    "evaluation.after=false",
+    "checkpoint.every=2",
+    "checkpoint.export=false",
+    "deterministic=true",
 )
 SERVER = "megatron_drmas.environments.retrieval_server"
 
@@ -34,11 +40,22 @@ def train(tiny_team, tmp_path_factory, repository):
     output_dir = tmp_path_factory.mktemp("runs")
 
     def run(name, *overrides, fault=None):
-        command = [sys.executable, "-m", "megatron_drmas.train", f"name={name}", f"output_dir={output_dir}", f"variables.tiny_team={tiny_team}"]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_drmas.train",
+            f"name={name}",
+            f"output_dir={output_dir}",
+            f"variables.tiny_team={tiny_team}",
+        ]
         folder, said = output_dir / name, output_dir / f"{name}.log"
         with open(said, "w") as log:
             process = subprocess.Popen(
-                [*command, *SMALL, *overrides], cwd=repository, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": ""}
+                [*command, *SMALL, *overrides],
+                cwd=repository,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "RAY_ADDRESS": ""},
             )
             while process.poll() is None:
                 time.sleep(0.02)
@@ -54,7 +71,11 @@ def steps(folder):
     """What each step measured, without its times."""
     path = folder / "metrics.jsonl"
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "health")} for line in lines if line["kind"] == "step"}
+    return {
+        line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "health")}
+        for line in lines
+        if line["kind"] == "step"
+    }
 
 
 def kill_server(process):
@@ -105,12 +126,16 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
     class Collector:
         async def collect(self, questions, samples, sampling):
             failures = ["retrieval"] * failed + [None] * (20 - failed)
-            return [Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)]
+            return [
+                Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)
+            ]
 
         tokenizers = {}
 
     log = SimpleNamespace(
-        evaluated=lambda *_: False, phase=lambda _: contextlib.nullcontext(), contained=lambda _: contextlib.nullcontext(),
+        evaluated=lambda *_: False,
+        phase=lambda _: contextlib.nullcontext(),
+        contained=lambda _: contextlib.nullcontext(),
         log_evaluation=lambda *found: logged.append(found),
     )
     logged = []
@@ -120,7 +145,9 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
         asyncio.run(work)
         assert logged[0][0].trajectories == 20 and logged[0][0].masked == {"retrieval": failed}
     else:
-        with pytest.raises(UnhealthyRun, match="the sampled evaluation after 0 steps does not count: 10 of 20 trajectories were masked"):
+        with pytest.raises(
+            UnhealthyRun, match="the sampled evaluation after 0 steps does not count: 10 of 20 trajectories were masked"
+        ):
             asyncio.run(work)
         assert not logged
 
@@ -161,5 +188,9 @@ def test_a_server_that_fails_changes_no_bit_or_stops_the_run(train, tiny_team, r
 def test_a_grader_that_cannot_start_ends_the_run_by_its_name(train):
     one_agent = ("team=math_single", "team.agents.solver.policy=qwen2", "~policies.llama", "~policy@policies.llama")
     code, said, folder = train("grader", *one_agent, "environment.name=math", "environment.grader.memory_mib=16")
-    assert code == 1 and "train: a grading worker did not start with environment.grader.memory_mib=16" in said and "Traceback" not in said
+    assert (
+        code == 1
+        and "train: a grading worker did not start with environment.grader.memory_mib=16" in said
+        and "Traceback" not in said
+    )
     assert json.loads((folder / "summary.json").read_text())["status"].startswith("failed: GraderError")

@@ -1,6 +1,6 @@
 """Write docs/configuration.md, the reference of every key, from the configuration's own classes.
 
-    python -m tools.config_reference [--out docs/configuration.md]
+python -m tools.config_reference [--out docs/configuration.md]
 """
 
 import argparse
@@ -43,7 +43,9 @@ def row(key: Key, names: dict[str, list[str]]) -> str:
     if known.bounds:
         meaning.append(f"In {known.bounds}.")
     if known.choices:
-        meaning.append("; ".join(f"`{choice}`: {text}" if text else f"`{choice}`" for choice, text in known.choices.items()) + ".")
+        meaning.append(
+            "; ".join(f"`{choice}`: {text}" if text else f"`{choice}`" for choice, text in known.choices.items()) + "."
+        )
     if known.registry:
         meaning.append("One of " + ", ".join(f"`{name}`" for name in sorted(names[known.registry])) + ".")
     text = ". ".join(part.rstrip(".") for part in meaning).replace("|", "\\|")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.families import family_of
+from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.hf_writer import MAX_SHARD_BYTES, plan_shards, shard_names, write_index
-from checkpoints_conv.mapping.model_mapping import ModelMapping
-from checkpoints_conv.progress import byte_progress
 from checkpoints_conv.formats.safetensors_file import SafetensorsWriter, TensorEntry
 from checkpoints_conv.formats.tensors import block_of, torch_dtype
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.progress import byte_progress
 
 CONFIGS = Path(__file__).parent / "model_configs"
 DTYPES = {"bf16": Dtype.BF16, "fp32": Dtype.F32}

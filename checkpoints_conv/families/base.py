@@ -1,14 +1,14 @@
 """`Family`: a model family as a declarative table, and the rules that decoder-only families share."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Optional
+from typing import Any
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families.config_class import config_class, transformers_config
 from checkpoints_conv.families.keys import check_unread_keys
-from checkpoints_conv.families.values import flag, group, positive, shown, whole
 from checkpoints_conv.families.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.families.values import flag, group, positive, shown, whole
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -24,9 +24,7 @@ FINAL_NORM = Replicated("decoder.final_layernorm.weight", ("model.norm.weight",)
 OUTPUT = Vocabulary("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),))  # untied only
 
 ATTENTION = (
-    layer_rule(
-        Replicated, "self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": ("hidden",)}
-    ),
+    layer_rule(Replicated, "self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": ("hidden",)}),
     layer_rule(
         QKV,
         "self_attention.linear_qkv.weight",
@@ -42,11 +40,7 @@ QKV_BIAS = (
     layer_rule(
         QKV,
         "self_attention.linear_qkv.bias",
-        {
-            "self_attn.q_proj.bias": ("q_size",),
-            "self_attn.k_proj.bias": ("kv_size",),
-            "self_attn.v_proj.bias": ("kv_size",),
-        },
+        {"self_attn.q_proj.bias": ("q_size",), "self_attn.k_proj.bias": ("kv_size",), "self_attn.v_proj.bias": ("kv_size",)},
     ),
 )
 QK_NORM = (
@@ -56,9 +50,7 @@ QK_NORM = (
 MLP = (
     layer_rule(Replicated, "mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": ("hidden",)}),
     layer_rule(
-        GateUp,
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")},
+        GateUp, "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")}
     ),
     layer_rule(Row, "mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}),
 )
@@ -90,7 +82,12 @@ FOREIGN = {
 }
 
 SIZES = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size", "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "intermediate_size",
+    "vocab_size",
     "max_position_embeddings",
 )
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
@@ -192,7 +189,7 @@ class Family:
                 "supported; if the model has no window, write sliding_window: null"
             )
 
-    def _rope(self, config: dict, rope: dict) -> tuple[float, Optional[float]]:
+    def _rope(self, config: dict, rope: dict) -> tuple[float, float | None]:
         """RoPE base and Llama 3 factor of transformers' standardised `rope_parameters`."""
         self._check_one_rope(config, rope)
         kind = rope.get("rope_type")

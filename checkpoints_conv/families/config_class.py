@@ -5,9 +5,10 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Iterator, MutableMapping
+from typing import Any
 
 from checkpoints_conv.errors import ConversionError
 

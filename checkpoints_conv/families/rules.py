@@ -6,7 +6,7 @@ tensor-parallel dimension, merge the r-th pieces group by group, and the result 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from checkpoints_conv.families.spec import ModelSpec
 
@@ -23,7 +23,7 @@ class Rule:
     hf: tuple[str, ...]
     dims: tuple[tuple[str, ...], ...]
 
-    tp_dim: ClassVar[Optional[int]] = None  # dimension that tensor parallelism cuts
+    tp_dim: ClassVar[int | None] = None  # dimension that tensor parallelism cuts
     vocab: ClassVar[bool] = False  # dimension 0 is the padded vocabulary
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
@@ -58,14 +58,14 @@ class Replicated(Rule):
 class Column(Rule):
     """A column-parallel linear: output features (dim 0) are cut."""
 
-    tp_dim: ClassVar[Optional[int]] = 0
+    tp_dim: ClassVar[int | None] = 0
 
 
 @dataclass(frozen=True)
 class Row(Rule):
     """A row-parallel linear: input features (dim 1) are cut."""
 
-    tp_dim: ClassVar[Optional[int]] = 1
+    tp_dim: ClassVar[int | None] = 1
 
 
 @dataclass(frozen=True)

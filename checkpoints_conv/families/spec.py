@@ -1,7 +1,6 @@
 """`ModelSpec`: what a Hugging Face config says about a decoder-only model, in one plain dataclass."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 from checkpoints_conv.errors import ConversionError
 
@@ -22,7 +21,7 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool  # RMSNorm over head_dim on queries and keys
     rope_theta: float
-    rope_scaling_factor: Optional[float]  # Llama 3 scaling; None: plain RoPE
+    rope_scaling_factor: float | None  # Llama 3 scaling; None: plain RoPE
     norm_eps: float
     max_position: int
     experts: int = 0  # 0: dense

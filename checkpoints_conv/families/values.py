@@ -2,12 +2,12 @@
 
 import reprlib
 import sys
-from typing import Any, Optional
+from typing import Any
 
 from checkpoints_conv.errors import ConversionError
 
 
-def whole(config: dict, key: str, default: Optional[int] = None, most: int = 2**31) -> int:
+def whole(config: dict, key: str, default: int | None = None, most: int = 2**31) -> int:
     """A size; `default` where the config has none or null.
 
     Raises:

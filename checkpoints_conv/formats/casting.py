@@ -1,15 +1,15 @@
 """Blocks in another dtype."""
 
-from typing import Iterator, Optional
+from collections.abc import Iterator
 
-from checkpoints_conv.formats.row_blocks import Block
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block
 
 CAST_BYTES = 2**26  # read at a time
 
 
-def in_dtype(name: str, block: Block, dtype: Optional[Dtype]) -> Iterator[Block]:
+def in_dtype(name: str, block: Block, dtype: Dtype | None) -> Iterator[Block]:
     """A block in a dtype, some rows at a time; itself where that is its own, or None.
 
     Args:

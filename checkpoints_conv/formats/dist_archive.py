@@ -2,8 +2,8 @@
 
 import io
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy
 import torch
@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoints_conv.formats.row_blocks import BlockFile
-from checkpoints_conv.formats.dist_plan import FRAME_BYTES, Chunk
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.dist_plan import FRAME_BYTES, Chunk
+from checkpoints_conv.formats.row_blocks import BlockFile
 from checkpoints_conv.formats.tensors import torch_dtype
 
 COMMON = "common.pt"
@@ -91,7 +91,9 @@ def frame(chunk: Chunk) -> tuple[bytes, bytes]:
         torch.serialization.set_crc32_options(checksums)
     longest = max(len(file.before), len(file.after))
     if not file.seen or longest > FRAME_BYTES:
-        raise ConversionError(f"torch {torch.__version__} saves a tensor with {longest} bytes beside its own, for which {FRAME_BYTES} are kept")
+        raise ConversionError(
+            f"torch {torch.__version__} saves a tensor with {longest} bytes beside its own, for which {FRAME_BYTES} are kept"
+        )
     return bytes(file.before), bytes(file.after)
 
 

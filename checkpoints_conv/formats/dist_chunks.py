@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 
 from checkpoints_conv.formats import plain_pickle
-from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock, read_exactly
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.plain_pickle import Made, Named, Persistent
+from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock, read_exactly
 
 # What reading a chunk may raise when its bytes are not what a checkpoint holds; RuntimeError is zipfile's for what it cannot do.
 DAMAGE = (ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from checkpoints_conv.formats import plain_pickle
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats import plain_pickle
 from checkpoints_conv.formats.plain_pickle import Made, Named
 
 
@@ -28,7 +28,7 @@ class StoredChunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    where: Optional[Where]  # None: the metadata does not say
+    where: Where | None  # None: the metadata does not say
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from checkpoints_conv.mapping.dist_keys import local_spec_key, place_of
 from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.mapping.dist_keys import local_spec_key, place_of
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 CHUNK_BYTES = 256 * 2**20  # rows of a larger tensor are written as several chunks

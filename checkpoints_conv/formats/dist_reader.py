@@ -2,19 +2,19 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, Optional
 
 import numpy
 
-from checkpoints_conv.formats.row_blocks import Block, MemoryBlock
+from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.formats.dist_chunks import DAMAGE, stored_block
 from checkpoints_conv.formats.dist_index import StoredChunk, StoredTensor, read_index
-from checkpoints_conv.mapping.dist_keys import Place, local_spec_key, place_of
 from checkpoints_conv.formats.dtypes import NAMES, Dtype
-from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.formats.hf_folder import read_json
+from checkpoints_conv.formats.row_blocks import Block, MemoryBlock
+from checkpoints_conv.mapping.dist_keys import Place, local_spec_key, place_of
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 
 MODEL_KEYS = re.compile(r"^(embedding|decoder|output_layer)\.")
@@ -105,7 +105,9 @@ class DistReader:
         if at is None:
             raise ConversionError(f"{self.folder / '.metadata'} does not say where {where} lies")
         if at.transformed:
-            raise ConversionError(f"{self.folder / at.file} is compressed or otherwise transformed at {where}; only plain files are read")
+            raise ConversionError(
+                f"{self.folder / at.file} is compressed or otherwise transformed at {where}; only plain files are read"
+            )
         try:
             return stored_block(self.folder / at.file, at.start, at.length, Dtype(self._tensors[key].dtype), chunk.sizes)
         except DAMAGE as error:
@@ -142,7 +144,6 @@ class DistReader:
             if got != wanted and not padded:
                 raise ConversionError(f"{self.folder}: {place.key} is {list(got)}, the config asks for {list(wanted)}")
 
-
     def _check_files(self) -> None:
         needed: dict[str, int] = {}
         for key in {place.key for place in self.places.values()}:
@@ -163,7 +164,7 @@ class _Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def intersection(self, other: "_Box") -> "Optional[_Box]":
+    def intersection(self, other: "_Box") -> "_Box | None":
         """What two boxes of one tensor share; None: nothing."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))

@@ -4,16 +4,16 @@ One file per unit, as `torch.distributed.checkpoint`'s FileSystemWriter makes of
 """
 
 import importlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Iterator, Mapping
 
-from checkpoints_conv.formats.row_blocks import BlockFile
 from checkpoints_conv.formats.casting import in_dtype
-from checkpoints_conv.mapping.dist_keys import extra_state_keys
 from checkpoints_conv.formats.dist_plan import Chunk, plan_units
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.hf_folder import HfFolder
+from checkpoints_conv.formats.row_blocks import BlockFile
+from checkpoints_conv.mapping.dist_keys import extra_state_keys
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.progress import run_parallel
 
@@ -21,13 +21,7 @@ from checkpoints_conv.progress import run_parallel
 class DistWriter:
     """Writes the checkpoint of one model into a folder, where an interrupted run may have left parts of it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        mapping: ModelMapping,
-        dtypes: Mapping[str, Dtype],
-        source: HfFolder,
-    ):
+    def __init__(self, folder: Path, mapping: ModelMapping, dtypes: Mapping[str, Dtype], source: HfFolder):
         """
         Args:
             dtypes: of the Megatron parameters by their global names.

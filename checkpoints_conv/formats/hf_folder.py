@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_conv.formats.row_blocks import Block, same_bytes
-from checkpoints_conv.formats.dtypes import NAMES, Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.mapping.model_mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
+from checkpoints_conv.formats.dtypes import NAMES, Dtype
+from checkpoints_conv.formats.row_blocks import Block, same_bytes
 from checkpoints_conv.formats.safetensors_file import read_blocks
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_HF, OUTPUT_HF, ModelMapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
-def read_config(folder: "str | Path") -> dict:
+def read_config(folder: str | Path) -> dict:
     """The contents of config.json.
 
     Raises:
@@ -59,7 +60,7 @@ class HfFolder:
             float32, float16 and bfloat16 (quantised weights); the message names file and tensor.
     """
 
-    def __init__(self, folder: "str | Path", allow_pickle: bool = False):
+    def __init__(self, folder: str | Path, allow_pickle: bool = False):
         """
         Args:
             allow_pickle: where there are no safetensors, read pytorch_model.bin (torch.load with weights_only).
@@ -126,7 +127,7 @@ class HfFolder:
                 f"{self.folder}: config.json says tie_word_embeddings, but {OUTPUT_HF} differs from {EMBEDDING_HF}"
             )
 
-    def _read_index(self, name: str) -> Optional[dict[str, str]]:
+    def _read_index(self, name: str) -> dict[str, str] | None:
         path = self.folder / name
         if not path.is_file():
             return None
@@ -164,8 +165,7 @@ class HfFolder:
         known = [each for each in Dtype if dtype in (each.name, each.value)]
         if not known:
             raise ConversionError(
-                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, "
-                "quantised weights are not"
+                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, quantised weights are not"
             )
         self.file_of[name] = shard
         self.shapes[name] = tuple(shape)

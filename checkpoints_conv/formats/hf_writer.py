@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Iterable, Optional, Sequence
 
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.hf_folder import INDEX, WEIGHTS, read_config
@@ -63,14 +63,12 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
         return
     index = {
         "metadata": {"total_size": sum(entry.bytes for shard in shards for entry in shard)},
-        "weight_map": {
-            entry.name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for entry in shard
-        },
+        "weight_map": {entry.name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for entry in shard},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_side_files(source: Path, target: Path, dtype: Optional[Dtype] = None) -> None:
+def copy_side_files(source: Path, target: Path, dtype: Dtype | None = None) -> None:
     """Copy config, generation config, tokenizer, chat templates and license; name what else there is beside the weights.
 
     Args:

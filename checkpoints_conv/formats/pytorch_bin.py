@@ -28,5 +28,7 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise ConversionError(f"{path}: {name!r} is a tensor of layout {tensor.layout} on {tensor.device}; only dense ones are read")
+            raise ConversionError(
+                f"{path}: {name!r} is a tensor of layout {tensor.layout} on {tensor.device}; only dense ones are read"
+            )
     return {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}

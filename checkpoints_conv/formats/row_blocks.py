@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.dtypes import Dtype
 
 COMPARED_BYTES = 2**22  # of two blocks at a time
 NO_SENDFILE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # some network and overlay file systems

@@ -8,13 +8,13 @@ offsets, and the tensors' bytes.
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
 
-from checkpoints_conv.formats.row_blocks import Block, BlockFile, FileBlock
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block, BlockFile, FileBlock
 
 LENGTH_BYTES = 8  # of the header's length
 METADATA = "__metadata__"
@@ -107,11 +107,7 @@ def _header(entries: Iterable[TensorEntry]) -> bytes:
     header: dict = {METADATA: {"format": "pt"}}
     end = 0
     for entry in entries:
-        header[entry.name] = {
-            "dtype": entry.dtype.name,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + entry.bytes],
-        }
+        header[entry.name] = {"dtype": entry.dtype.name, "shape": list(entry.shape), "data_offsets": [end, end + entry.bytes]}
         end += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Iterator, Optional
+from typing import IO
 
 from checkpoints_conv.errors import ConversionError
 
@@ -89,7 +90,7 @@ class Staging:
             raise ConversionError(f"another process is writing {self.folder}") from None
         return lock
 
-    def _job(self) -> Optional[dict]:
+    def _job(self) -> dict | None:
         path = self.folder / JOB
         try:
             return json.loads(path.read_text(encoding="utf-8"))
@@ -110,11 +111,7 @@ def _explained(folder: Path, kept: str = "") -> Iterator[None]:
 
 def fingerprint(folder: Path) -> dict[str, list[int]]:
     """Size and modification time of every file, to notice that a source has changed under an interrupted conversion."""
-    return {
-        path.name: [path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-    }
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def check_unchanged(folder: Path, before: dict[str, list[int]]) -> None:
@@ -126,4 +123,6 @@ def check_unchanged(folder: Path, before: dict[str, list[int]]) -> None:
     now = fingerprint(folder)
     changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
     if changed:
-        raise ConversionError(f"{folder} has changed during the conversion ({', '.join(changed[:5])}); run it again when it is at rest")
+        raise ConversionError(
+            f"{folder} has changed during the conversion ({', '.join(changed[:5])}); run it again when it is at rest"
+        )

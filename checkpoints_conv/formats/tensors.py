@@ -1,16 +1,16 @@
 """Blocks as torch tensors, and Megatron parameters made of Hugging Face tensors under tensor parallelism."""
 
-from typing import Callable, Optional, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.mapping.model_mapping import ModelMapping, wrong_shape
 from checkpoints_conv.families.rules import Rule
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock
+from checkpoints_conv.mapping.model_mapping import ModelMapping, wrong_shape
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
@@ -96,7 +96,7 @@ def megatron_shard(
     get_hf: Callable[[str], Tensor],
     tp_rank: int = 0,
     tp_size: int = 1,
-    padded_vocab: Optional[int] = None,
+    padded_vocab: int | None = None,
 ) -> Tensor:
     """One tensor-parallel shard of a Megatron parameter.
 

@@ -6,8 +6,8 @@ Engine norm has an `_extra_state` object beside its weights; without FP8 it is a
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 

@@ -5,8 +5,8 @@ those of the Transformer Engine layer spec; `canonical_name` brings a live modul
 """
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Sequence
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES

@@ -1,13 +1,14 @@
 """A live Megatron model as Hugging Face tensors, one parameter at a time: for saving, and for weight updates."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.hf_writer import (
     MAX_SHARD_BYTES,
     copy_side_files,
@@ -16,11 +17,10 @@ from checkpoints_conv.formats.hf_writer import (
     shard_names,
     write_index,
 )
-from checkpoints_conv.megatron.live_parameters import LiveParameter, live_parameters
-from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.formats.safetensors_file import SafetensorsWriter, TensorEntry
-from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.tensors import block_of, dtype_of, hf_tensors
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.megatron.live_parameters import LiveParameter, live_parameters
 
 
 def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -47,11 +47,7 @@ def iter_hf_tensors(model_chunks: list, spec: ModelSpec) -> Iterator[tuple[str, 
 
 
 def export_hf_folder(
-    model_chunks: list,
-    spec: ModelSpec,
-    source: "str | Path",
-    folder: "str | Path",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    model_chunks: list, spec: ModelSpec, source: "str | Path", folder: "str | Path", max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write a live model as a Hugging Face folder, atomically; an existing folder is replaced.
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.formats.dist_reader import is_dist_checkpoint
 from checkpoints_conv.families import family_of
-from checkpoints_conv.formats.hf_folder import read_config
 from checkpoints_conv.families.spec import ModelSpec
-
+from checkpoints_conv.formats.dist_reader import is_dist_checkpoint
+from checkpoints_conv.formats.hf_folder import read_config
 
 SHORT, LONG = 64, 4096 + 256  # tokens
 POSITIONS = 256  # whose log-probs are compared
@@ -100,9 +99,7 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
         **overrides,
     )
     if layers is None:
-        layers = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
-        )
+        layers = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     return [
         GPTModel(
             config=config,

@@ -1,7 +1,7 @@
 """Parameters of a live, possibly tensor-, pipeline- and expert-parallel GPTModel under their global names."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 import torch
 from megatron.core import parallel_state

@@ -7,11 +7,11 @@ import torch
 from megatron.core import parallel_state
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.formats.hf_folder import HfFolder
-from checkpoints_conv.megatron.live_parameters import LiveParameter, live_parameters
-from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.hf_folder import HfFolder
 from checkpoints_conv.formats.tensors import megatron_shard
+from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.megatron.live_parameters import LiveParameter, live_parameters
 
 
 def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -> None:

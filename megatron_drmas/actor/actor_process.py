@@ -3,7 +3,7 @@
 This module imports neither torch nor Megatron, so that a process can be told what to build before its variables are set.
 """
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from megatron_drmas.actor.settings import ActorSettings
 
@@ -23,7 +23,7 @@ class ActorProcess:
 
         self._actor = PolicyActor(settings, rank, world_size, master_addr, master_port)
         self._transport = TRANSPORTS[settings.transport]()
-        self._sender: Optional[BucketSender] = None
+        self._sender: BucketSender | None = None
 
     def initialize(self, weights: str) -> dict:
         """`PolicyActor.initialize`."""
@@ -65,10 +65,13 @@ class ActorProcess:
         publishes = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self._sender = self._transport.sender(
             iter_hf_tensors([self._actor.model], self._actor.spec) if takes_part else [],
-            BUCKET_BYTES, getattr(torch, dtype), publish=publishes or self._transport.every_rank_publishes, verify=verify,
+            BUCKET_BYTES,
+            getattr(torch, dtype),
+            publish=publishes or self._transport.every_rank_publishes,
+            verify=verify,
         )
 
-    def next_bucket(self) -> Optional[dict]:
+    def next_bucket(self) -> dict | None:
         """The next bucket: its update info, {} on a rank that only takes part, None when all has been sent."""
         return self._sender.next_bucket()
 

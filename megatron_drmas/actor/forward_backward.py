@@ -1,8 +1,8 @@
 """Micro-batches through Megatron's pipeline schedule, with the policy loss, cross entropy, or no loss at the end."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_drmas.actor.packing import MicroBatch, response_column
 from megatron_drmas.algorithm.losses import LossInputs, LossOutputs, policy_loss
-from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
+from megatron_drmas.config.algorithm import LossConfig
 
 # (log-probs [n], entropies [n], the micro-batch) -> loss to differentiate, what to keep of this micro-batch
 Head = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, object]]
@@ -32,12 +32,7 @@ def run_micro_batches(
     def forward_step(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel):
         micro = next(iterator).to(device)
         output = chunk(
-            micro.tokens,
-            micro.positions,
-            None,
-            labels=micro.labels,
-            loss_mask=micro.predict,
-            packed_seq_params=micro.packed,
+            micro.tokens, micro.positions, None, labels=micro.labels, loss_mask=micro.predict, packed_seq_params=micro.packed
         )
         return output, partial(_finish, head=head, micro=micro)
 

@@ -16,8 +16,6 @@ blockwise: one scale per 1 x 128 values of inputs and gradients, along the dimen
     per 128 x 128 values of weights.
 """
 
-from typing import Optional
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -117,7 +115,7 @@ class _Fp8Linear(torch.autograd.Function):
         return (rounded_x @ rounded_weight.t()).view(*x.shape[:-1], weight.shape[0])  # x may be an expert's without a token
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input and weight from the output's gradient, itself rounded (E5M2) for both products."""
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])

@@ -140,9 +140,7 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
     model.cuda(torch.cuda.current_device())
     wrapped = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=settings.policy.optimizer.distributed
-        ),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=settings.policy.optimizer.distributed),
         model,
     )
     wrapped.broadcast_params()

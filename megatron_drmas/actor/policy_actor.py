@@ -8,11 +8,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from checkpoints_conv.megatron.export import export_hf_folder
 from checkpoints_conv.families import family_of
 from checkpoints_conv.formats.hf_folder import read_config
-from checkpoints_conv.megatron.load import load_hf_weights
 from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.megatron.export import export_hf_folder
+from checkpoints_conv.megatron.load import load_hf_weights
 from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics

@@ -1,6 +1,6 @@
 """The policy that the run began with, for a KL to it."""
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

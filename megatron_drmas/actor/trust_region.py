@@ -1,6 +1,6 @@
 """TeamTR's trust regions of one policy (see `algorithm.teamtr`): one for the agents that an update learns from."""
 
-from typing import Callable
+from collections.abc import Callable
 
 from torch import Tensor
 

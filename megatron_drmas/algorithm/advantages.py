@@ -4,12 +4,12 @@ from torch import Tensor
 
 from megatron_drmas.algorithm.estimators import ESTIMATORS, group_columns
 from megatron_drmas.algorithm.scores import row_scores, score_magnitudes
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.setting import check_settings
 from megatron_drmas.kernels.agent_advantage import agent_advantages
 from megatron_drmas.kernels.segments import dense_index, expand_rows
-from megatron_drmas.batch import TurnBatch
 
 
 def check_advantage_config(config: AdvantageConfig) -> None:
@@ -44,7 +44,13 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step" and not advantage.clip:
         group, _ = dense_index(*group_columns(batch, advantage.group_key))
         return agent_advantages(
-            scores, group, batch.agent, batch.response_offsets, advantage.mean, advantage.std, advantage.epsilon,
+            scores,
+            group,
+            batch.agent,
+            batch.response_offsets,
+            advantage.mean,
+            advantage.std,
+            advantage.epsilon,
             score_magnitudes(batch, config),
         )
     rows = ESTIMATORS[advantage.estimator](scores, batch, config)

@@ -5,9 +5,9 @@
 
 import torch
 
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.kernels.agent_advantage import cell_statistics
 from megatron_drmas.kernels.segments import dense_index, segment_mean, segment_sum
-from megatron_drmas.batch import TurnBatch
 
 
 def agent_statistics(batch: TurnBatch) -> list[dict[str, float]]:

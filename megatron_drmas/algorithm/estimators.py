@@ -11,16 +11,16 @@ have the same advantage.  A cell of one agent sees that agent's calls alone, her
 value is the mean of that agent's scores in it, and with std = agent the scale is the std of those means.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megatron_drmas.algorithm.scores import required_column, score_magnitudes
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
 from megatron_drmas.kernels.agent_advantage import CellStatistics, cell_statistics, normalise
 from megatron_drmas.kernels.segments import dense_index, segment_mean
-from megatron_drmas.batch import TurnBatch
 
 Estimator = Callable[[Tensor, TurnBatch, AlgorithmConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}

@@ -5,18 +5,18 @@
 its parts, however it is cut into micro-batches and data-parallel shares; a sequence must stay whole in one part.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
 from megatron_drmas.algorithm.mismatch import mismatch_correction
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.setting import check_settings
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
-from megatron_drmas.batch import TurnBatch
 
 MAX_LOG_RATIO = 20.0  # ratios are held at exp of this, 4.9e8: more would overflow in float32 sums of squares
 
@@ -31,10 +31,10 @@ class LossInputs:
     token_weights: Tensor  # float32, from `token_weights`
     sequence: Tensor  # int64, row of each token, in [0, sequences)
     sequences: int
-    old_logprobs: Optional[Tensor] = None  # float32, trainer's before the first update on this batch; None: logprobs detached
-    entropy: Optional[Tensor] = None  # float32, with gradient; needed for entropy_coef
-    reference_logprobs: Optional[Tensor] = None  # float32, under the frozen reference; needed for kl_coef
-    agent: Optional[Tensor] = None  # int64, for the metrics; None: all tokens are of agent 0
+    old_logprobs: Tensor | None = None  # float32, trainer's before the first update on this batch; None: logprobs detached
+    entropy: Tensor | None = None  # float32, with gradient; needed for entropy_coef
+    reference_logprobs: Tensor | None = None  # float32, under the frozen reference; needed for kl_coef
+    agent: Tensor | None = None  # int64, for the metrics; None: all tokens are of agent 0
     agents: int = 1
     beta: float = 0.0  # teamtr: weight of the KL to the policy that sampled
 

@@ -1,7 +1,6 @@
 """Which rows share an optimizer step, and which share a forward pass."""
 
 import heapq
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from megatron_drmas.batch import TurnBatch
 
 
-def plan_minibatches(batch: TurnBatch, updates: int, generator: Optional[torch.Generator] = None) -> list[Tensor]:
+def plan_minibatches(batch: TurnBatch, updates: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """Rows of each of the batch's optimizer steps: every row exactly once, row counts that differ by at most one.
 
     One update keeps the rows' order; more deal them out at random from `generator`.  A batch with fewer rows than
@@ -59,7 +58,7 @@ def plan_microbatches(lengths: Tensor, budget_tokens: int, dp_size: int = 1) -> 
     return plan
 
 
-def _deal(sizes: list[int], order: list[int], bins: int, budget: int) -> Optional[list[list[int]]]:
+def _deal(sizes: list[int], order: list[int], bins: int, budget: int) -> list[list[int]] | None:
     """Each row to the bin with the fewest tokens; None if that overflows."""
     members: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, index) for index in range(bins)]

@@ -11,7 +11,6 @@ from megatron_drmas.config.algorithm import MismatchConfig
 from megatron_drmas.kernels.segments import segment_sum
 
 
-
 def mismatch_correction(log_ratio: Tensor, sequence: Tensor, sequences: int, config: MismatchConfig) -> tuple[Tensor, Tensor]:
     """Weights of the token losses and which tokens were capped or masked, float32 [n] and bool [n]; no gradient.
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.config.algorithm import AlgorithmConfig, OverlongConfig
 
 
 def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:

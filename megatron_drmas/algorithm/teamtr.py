@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import LossConfig
 from megatron_drmas.kernels.segments import expand_rows, segment_sum
-from megatron_drmas.batch import TurnBatch
 
 MAX_LOG_RATIO = 300.0  # of a message, in float64: sums over messages stay finite
 

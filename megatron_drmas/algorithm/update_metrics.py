@@ -3,8 +3,8 @@
 import math
 
 from megatron_drmas.algorithm.teamtr import certificate
-from megatron_drmas.kernels.segments import dense_index
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.kernels.segments import dense_index
 
 SUMMED = ("tokens", "skipped", "optimizer_steps", "certificate")
 LARGEST = ("grad_norm_max", "logprob_diff_max")
@@ -42,14 +42,13 @@ def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str,
     Of a policy that was updated twice counts and certificates add up, maxima are the larger, lr is the later one's, and means
     are those of all tokens or optimizer steps.
     """
-    return earlier | {policy: _merge(earlier[policy], values) if policy in earlier else values for policy, values in later.items()}
+    return earlier | {
+        policy: _merge(earlier[policy], values) if policy in earlier else values for policy, values in later.items()
+    }
 
 
 def _merge(a: dict, b: dict) -> dict:
-    merged = {
-        "nonfinite_agents": sorted({*a["nonfinite_agents"], *b["nonfinite_agents"]}),
-        "agents": a["agents"] | b["agents"],
-    }
+    merged = {"nonfinite_agents": sorted({*a["nonfinite_agents"], *b["nonfinite_agents"]}), "agents": a["agents"] | b["agents"]}
     for key in b.keys() - merged.keys():
         if key in SUMMED:
             merged[key] = a[key] + b[key]

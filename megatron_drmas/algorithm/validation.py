@@ -18,7 +18,9 @@ def check_algorithm_config(config: AlgorithmConfig) -> None:
     check_loss_config(config.loss)
     reward = config.reward
     if not any((reward.trajectory, reward.role, reward.turn, reward.verdict)):
-        raise ConfigError("algorithm.reward.trajectory", 0.0, "every weight of a reward is 0", "give one a weight: the default is 1")
+        raise ConfigError(
+            "algorithm.reward.trajectory", 0.0, "every weight of a reward is 0", "give one a weight: the default is 1"
+        )
     if config.sequential and config.loss.name != "teamtr":
         raise ConfigError("algorithm.sequential", True, "agents in turn need a trust region", "set algorithm.loss.name=teamtr")
     if config.loss.name == "teamtr" and not config.sequential:

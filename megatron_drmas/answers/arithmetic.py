@@ -63,7 +63,7 @@ def factorial(value: Expression) -> Expression:
     Raises:
         Unreadable: the number is too large, negative or not whole.
     """
-    if isinstance(value, MatrixBase) or value.is_number and not (isinstance(value, Integer) and 0 <= value):
+    if isinstance(value, MatrixBase) or (value.is_number and not (isinstance(value, Integer) and 0 <= value)):
         raise Unreadable("the factorial of what is no whole number")
     if isinstance(value, Integer) and int(value) * math.log2(int(value) + 1) > MAX_BITS:
         raise Unreadable("a factorial is too large")
@@ -76,6 +76,6 @@ def binomial(above: Expression, below: Expression) -> Expression:
     Raises:
         Unreadable: a number is too large.
     """
-    if any(isinstance(value, MatrixBase) or value.is_number and abs(value) > MAX_BITS for value in (above, below)):
+    if any(isinstance(value, MatrixBase) or (value.is_number and abs(value) > MAX_BITS) for value in (above, below)):
         raise Unreadable("a binomial coefficient is too large")
     return sympy.binomial(above, below)

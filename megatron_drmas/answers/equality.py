@@ -15,7 +15,6 @@ Expressions are equal if sympy proves their difference to be zero; two that mere
 """
 
 import math
-from typing import Optional
 
 import sympy
 from sympy import MatrixBase, Rational
@@ -136,8 +135,7 @@ def equal_expressions(gold: Expression, answer: Expression) -> bool:
     if gold == answer:
         return True
     if (
-        isinstance(gold, Rational)
-        and isinstance(answer, Rational)
+        (isinstance(gold, Rational) and isinstance(answer, Rational))
         or gold.has(sympy.oo, -sympy.oo)
         or answer.has(sympy.oo, -sympy.oo)
     ):
@@ -165,13 +163,13 @@ def _may_be_zero(difference: sympy.Expr) -> bool:
     """False if the expression is certainly not zero at one of two places; True says nothing yet."""
     unknown = sorted(difference.free_symbols | difference.atoms(sympy.core.function.AppliedUndef), key=sympy.default_sort_key)
     for first in (Rational(7, 11), Rational(19, 13)):
-        value: Optional[sympy.Expr] = difference.subs(
+        value: sympy.Expr | None = difference.subs(
             {symbol: first + Rational(2 * at, 17) for at, symbol in enumerate(unknown)}
         ).evalf(DIGITS)
         parts = value.as_real_imag() if value is not None and value.is_number else ()
         # A precision of 1 is sympy's mark of digits that cancelled
         if any(
-            part.is_Float and part._prec > 1 and part != 0 and math.isfinite(part) or part.is_Rational and part != 0
+            (part.is_Float and part._prec > 1 and part != 0 and math.isfinite(part)) or (part.is_Rational and part != 0)
             for part in parts
         ):
             return False

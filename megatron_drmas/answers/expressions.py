@@ -14,7 +14,6 @@ Sums, products, integrals and limits are not of this grammar; math-verify's pars
 """
 
 import re
-from typing import Optional
 
 import sympy
 from sympy import I, Integer, MatrixBase, Rational, Symbol
@@ -70,10 +69,8 @@ class _Parser:
         while self.peek() in signs:
             sign = signs[self.take()]
             term = _scaled(sign, self.product())
-            if (
-                isinstance(total, MatrixBase) != isinstance(term, MatrixBase)
-                or isinstance(total, MatrixBase)
-                and total.shape != term.shape
+            if isinstance(total, MatrixBase) != isinstance(term, MatrixBase) or (
+                isinstance(total, MatrixBase) and total.shape != term.shape
             ):
                 raise Unreadable("a sum of different shapes")
             total = total + term
@@ -102,27 +99,27 @@ class _Parser:
     def starts_factor(self) -> bool:
         text, kind = self.peek(), self.kind()
         if kind == "sign":
-            return text in ("(", "[", "{") or text == "|" and self.bars == 0
+            return text in ("(", "[", "{") or (text == "|" and self.bars == 0)
         if kind == "command":
             return (
                 text not in TIMES
                 and text not in DIVIDED
                 and text not in ("\\}", "\\rvert", "\\rfloor", "\\rceil", "\\choose", "\\over", "\\\\")
             )
-        return kind in ("letter", "text") or kind == "env" and text.startswith("\\begin")
+        return kind in ("letter", "text") or (kind == "env" and text.startswith("\\begin"))
 
     def factors(self) -> Expression:
         whole = Integer(self.peek()) if self.kind() == "number" and self.peek().isdigit() else None
         value = self.postfix()
         if whole is not None and value == whole and (fraction := self.proper_fraction()) is not None:
             value = whole + fraction
-        while self.starts_factor() or self.kind() == "number" and self.tokens[self.at - 1].text == "!":
+        while self.starts_factor() or (self.kind() == "number" and self.tokens[self.at - 1].text == "!"):
             value = times(value, self.postfix())
         if self.kind() == "number":
             raise Unreadable("a number after a factor")
         return value
 
-    def proper_fraction(self) -> Optional[Rational]:
+    def proper_fraction(self) -> Rational | None:
         """The fraction of a mixed number, taken if it is one."""
         start = self.at
         if self.peek() == "\\frac":
@@ -300,7 +297,7 @@ class _Parser:
         if name == "log" and self.peek() == "_":
             self.take()
             base = self.argument()
-            apply = lambda x: sympy.log(x) / sympy.log(base)  # noqa: E731
+            apply = lambda x: sympy.log(x) / sympy.log(base)
         if self.peek() == "^":
             self.take()
             exponent = self.script()
@@ -344,7 +341,7 @@ class _Parser:
             return sympy.Function(name)(argument)
         return Symbol(name, real=True)
 
-    def application(self, name: str) -> Optional[Expression]:
+    def application(self, name: str) -> Expression | None:
         """The argument, if the parentheses after a symbol make it a function."""
         start = self.at
         try:

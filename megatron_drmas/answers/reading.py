@@ -6,7 +6,6 @@ number, and so is it in no brackets.  `\pm 3` is the list of 3 and -3.
 
 import re
 from dataclasses import dataclass
-from typing import Optional
 
 import sympy
 
@@ -40,7 +39,7 @@ class Quantity:
 
     value: Expression
     percent: bool = False
-    unit: Optional[str] = None
+    unit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class RealSet:
     """A set of real numbers: an interval with other sets, or the solutions of an inequality."""
 
     value: sympy.Set
-    symbol: Optional[str] = None  # the inequality's
+    symbol: str | None = None  # the inequality's
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Relation:
     operator: str  # = | < | \\le | \\ne
     left: "Answer"
     right: "Answer"
-    name: Optional[str] = None
+    name: str | None = None
 
 
 Answer = Words | Numeral | Quantity | Several | RealSet | Relation
@@ -167,13 +166,13 @@ def _element(text: str) -> Answer:
 def _is_words(text: str) -> bool:
     """Whether letters are words and not a product of symbols: one has four of them or more, or two or more with a vowel."""
     words = re.findall("[A-Za-z]+", text) if _WORD.fullmatch(text) else []
-    return any(len(word) >= 4 or len(word) >= 2 and re.search("[aeiou]", word, re.IGNORECASE) for word in words)
+    return any(len(word) >= 4 or (len(word) >= 2 and re.search("[aeiou]", word, re.IGNORECASE)) for word in words)
 
 
-def _numeral(match: re.Match) -> Optional[Numeral]:
+def _numeral(match: re.Match) -> Numeral | None:
     digits = (match.group(1) or match.group(2)).replace(" ", "").upper()
     base = int(match.group(3)) if match.group(3).isdigit() else _BASES.get(match.group(3), 0)
-    if not 2 <= base <= 36 or not digits.isalnum() or not any(char.isdigit() for char in digits) and base <= 10:
+    if not 2 <= base <= 36 or not digits.isalnum() or (not any(char.isdigit() for char in digits) and base <= 10):
         return None
     return Numeral(digits.lstrip("0") or "0", base)
 
@@ -196,7 +195,7 @@ def _phrase(text: str) -> Words:
     return Words(canonical(text.lower() if phrase else text))
 
 
-def _plus_minus(text: str) -> Optional[Answer]:
+def _plus_minus(text: str) -> Answer | None:
     if not _PLUS_MINUS.search(text):
         return None
     upper, lower = {"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"}
@@ -204,7 +203,7 @@ def _plus_minus(text: str) -> Optional[Answer]:
     return Several("", "", tuple(map(_element, texts)))
 
 
-def _brackets(text: str) -> Optional[Answer]:
+def _brackets(text: str) -> Answer | None:
     if match := _OPEN_ENDED.fullmatch(text):
         return Several("(", ")", tuple(_element(part) for part in match.groups()))
     found = pieces(text)
@@ -239,11 +238,11 @@ def _brackets(text: str) -> Optional[Answer]:
     return Several(left, right, tuple(members))
 
 
-def _set_operation(text: str) -> Optional[Answer]:
+def _set_operation(text: str) -> Answer | None:
     parts = split_at(text, _SETS)
     if len(parts) == 1:
         return None
-    result: Optional[sympy.Set] = None
+    result: sympy.Set | None = None
     for operator, part in parts:
         value = as_set(_element(part)) if part else None
         if value is None:
@@ -253,7 +252,7 @@ def _set_operation(text: str) -> Optional[Answer]:
     return RealSet(result)
 
 
-def as_set(answer: Answer) -> Optional[sympy.Set]:
+def as_set(answer: Answer) -> sympy.Set | None:
     """The set of real numbers that an answer may stand for; None if it stands for none."""
     if isinstance(answer, RealSet):
         return answer.value
@@ -266,12 +265,12 @@ def as_set(answer: Answer) -> Optional[sympy.Set]:
         return None
     if answer.left == "\\{":
         return sympy.FiniteSet(*values)
-    if len(values) != 2 or answer.left not in ("(", "[") or answer.right not in (")", "]") or not (values[0] < values[1]) == True:  # noqa: E712
+    if len(values) != 2 or answer.left not in ("(", "[") or answer.right not in (")", "]") or not (values[0] < values[1]) == True:
         return None
     return sympy.Interval(*values, left_open=answer.left == "(", right_open=answer.right == ")")
 
 
-def _relation(text: str) -> Optional[Answer]:
+def _relation(text: str) -> Answer | None:
     parts = split_at(text, _RELATIONS)
     if len(parts) == 1:
         return None
@@ -306,7 +305,7 @@ def _equation(sides: list[str], operators: list[str]) -> Answer:
     return Relation("=", left, _element(sides[-1]), name)
 
 
-def name_of(text: str) -> Optional[str]:
+def name_of(text: str) -> str | None:
     r"""A side of an equation that names what was asked for: `x`, `f(2)`, `AB`, `\sin A`, `\text{Area}`, `(x, y)`, `a + b`.
 
     Not `2x`, `-x`, `x^2`, `|x|` or `\ln x`, whose values are not that of what they name.
@@ -328,7 +327,7 @@ def _is_symbol(answer: Answer) -> bool:
     return isinstance(answer, Quantity) and isinstance(answer.value, sympy.Symbol) and answer.unit is None
 
 
-def _real_number(answer: Answer) -> Optional[sympy.Expr]:
+def _real_number(answer: Answer) -> sympy.Expr | None:
     value = answer.value if isinstance(answer, Quantity) and not answer.percent else None
     return value if value is not None and isinstance(value, sympy.Expr) and value.is_number and value.is_extended_real else None
 

@@ -1,7 +1,7 @@
 r"""What stands after a number and is not part of its value: `5\text{ cm}`, `12 inches`, `\$10`, `3\text{ hours}`."""
 
 import re
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 _NAMES = {
     "meter": "m metre", "centimeter": "cm centimetre", "millimeter": "mm millimetre", "kilometer": "km kilometre",
@@ -58,10 +58,10 @@ class Measured(NamedTuple):
     value: str
     times: int = 1  # of "5 million"
     percent: bool = False
-    unit: Optional[str] = None  # a known measure; none where none is given and where a thing is counted
+    unit: str | None = None  # a known measure; none where none is given and where a thing is counted
 
 
-def _unit_name(text: str) -> Optional[str]:
+def _unit_name(text: str) -> str | None:
     words = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).lower().replace("\\$", "$").replace("\\cdot", " ")
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", re.sub(r"\s*(/|\bper\b)\s*", "/", words))
     words = re.sub(r"\b(square|sq\.?)\s+([a-z]+)", r"\2^2", re.sub(r"\b(cubic|cu\.?)\s+([a-z]+)", r"\2^3", words)).strip(" .")
@@ -90,7 +90,7 @@ def measured(text: str) -> Measured:
     if match := _PLAIN.fullmatch(text):
         unit = match["unit"] or match["glued"]
         first = re.split(r"[\s/^]", unit.lower())[0].rstrip(".")
-        if first in _UNITS and len(first) > 1 or len(first) >= 4 or first in ("sq", "cu"):
+        if (first in _UNITS and len(first) > 1) or len(first) >= 4 or first in ("sq", "cu"):
             return _with_unit(text, match["value"], unit)
     return Measured(text)
 

@@ -1,8 +1,8 @@
 """The tokens and the names of the grammar of `expressions`."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import sympy
 from sympy import MatrixBase, Symbol

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Optional
+from typing import Any, ContextManager
 
 import ray
 
-import megatron_drmas.environments  # noqa: F401  registers the environments
-import megatron_drmas.workflows  # noqa: F401  registers the workflows
+import megatron_drmas.environments
+import megatron_drmas.workflows  # noqa: F401  registers
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
@@ -19,7 +21,6 @@ from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment, Place, ServiceFailure
 from megatron_drmas.environments.grading import GraderError
-from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
@@ -53,8 +54,12 @@ class Cluster:
     """
 
     def __init__(
-        self, config: RunConfig, phase: Phase = contextlib.nullcontext, note: Callable[[str], None] = _say,
-        restarted: Callable[[str, str], None] = _say_restart, actors: bool = True,
+        self,
+        config: RunConfig,
+        phase: Phase = contextlib.nullcontext,
+        note: Callable[[str], None] = _say,
+        restarted: Callable[[str, str], None] = _say_restart,
+        actors: bool = True,
     ):
         self.config = config
         self.run_dir = Path(config.output_dir) / config.name
@@ -98,8 +103,14 @@ class Cluster:
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
             self.policies[name] = PolicyRuntime(
-                name, config, tokenizers[name].stop_ids, device, placement.actors[name] if self._actors else [], placement.engines[name],
-                bundles, logs,
+                name,
+                config,
+                tokenizers[name].stop_ids,
+                device,
+                placement.actors[name] if self._actors else [],
+                placement.engines[name],
+                bundles,
+                logs,
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
@@ -164,7 +175,7 @@ class Cluster:
         await together(policy.export(folder / name) for name, policy in self.trainable.items())
 
 
-async def _reserve(config: RunConfig, device: str) -> Optional[Any]:
+async def _reserve(config: RunConfig, device: str) -> Any | None:
     """A placement group with one bundle per node; None on CPUs.  Untested here for want of a GPU."""
     if not DEVICES[device].placed:
         return None
@@ -172,7 +183,7 @@ async def _reserve(config: RunConfig, device: str) -> Optional[Any]:
     group = ray.util.placement_group([bundle] * config.cluster.nodes, strategy="STRICT_SPREAD")
     try:
         await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise ProcessFailure(
             f"Ray has not found {config.cluster.nodes} nodes with cluster.gpus_per_node={config.cluster.gpus_per_node} free GPUs each "
             f"in {config.cluster.start_timeout_s:g} s; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see"

@@ -55,21 +55,37 @@ def place(config: RunConfig, device: str) -> Placement:
     if sum(needs.values()) > total:
         sums = " + ".join(f"{count} ({name})" for name, count in needs.items())
         raise ConfigError(
-            "cluster.gpus_per_node", per_node, f"the policies need {sums} = {sum(needs.values())} GPUs, the allocation has "
-            f"{config.cluster.nodes} x {per_node} = {total}", "ask for more GPUs or use smaller layouts",
+            "cluster.gpus_per_node",
+            per_node,
+            f"the policies need {sums} = {sum(needs.values())} GPUs, the allocation has "
+            f"{config.cluster.nodes} x {per_node} = {total}",
+            "ask for more GPUs or use smaller layouts",
         )
     pool = _Pool(per_node, total)
     for name, policy in config.policies.items():
         world = policy.parallel.world_size if policy.trainable else 0
-        actors = [gpu for _ in range(world // policy.parallel.tensor) for gpu in pool.take(policy.parallel.tensor, f"policies.{name}.parallel.tensor")]
+        actors = [
+            gpu
+            for _ in range(world // policy.parallel.tensor)
+            for gpu in pool.take(policy.parallel.tensor, f"policies.{name}.parallel.tensor")
+        ]
         placement.actors[name] = [Slot(gpu // per_node, (gpu % per_node,)) for gpu in actors]
         shared = actors if config.cluster.colocate and policy.trainable else None
         size = policy.engine.tensor
         placement.engines[name] = []
         for replica in range(policy.engine.replicas):
-            gpus = shared[replica * size:(replica + 1) * size] if shared is not None else pool.take(size, f"policies.{name}.engine.tensor")
+            gpus = (
+                shared[replica * size : (replica + 1) * size]
+                if shared is not None
+                else pool.take(size, f"policies.{name}.engine.tensor")
+            )
             if len({gpu // per_node for gpu in gpus}) > 1:
-                raise ConfigError(f"policies.{name}.engine.tensor", size, f"replica {replica} would span nodes", "choose a size that divides the actor's GPUs on a node")
+                raise ConfigError(
+                    f"policies.{name}.engine.tensor",
+                    size,
+                    f"replica {replica} would span nodes",
+                    "choose a size that divides the actor's GPUs on a node",
+                )
             placement.engines[name].append(Slot(gpus[0] // per_node, tuple(gpu % per_node for gpu in gpus)))
     return placement
 
@@ -83,7 +99,8 @@ def _gpus(name: str, policy: PolicyConfig, config: RunConfig) -> int:
         return world + engines
     if engines > world:
         raise ConfigError(
-            f"policies.{name}.engine.replicas", policy.engine.replicas,
+            f"policies.{name}.engine.replicas",
+            policy.engine.replicas,
             f"{policy.engine.replicas} replicas x {policy.engine.tensor} GPUs do not fit on the {world} GPUs of the actor",
             "use fewer replicas, or cluster.colocate=false",
         )
@@ -98,11 +115,18 @@ class _Pool:
 
     def take(self, count: int, key: str) -> list[int]:
         if count > self._per_node:
-            raise ConfigError(key, count, f"a group must lie within a node, which has {self._per_node} GPUs", "use a smaller size")
+            raise ConfigError(
+                key, count, f"a group must lie within a node, which has {self._per_node} GPUs", "use a smaller size"
+            )
         if self._next // self._per_node != (self._next + count - 1) // self._per_node:
             self._next = (self._next // self._per_node + 1) * self._per_node
         taken = list(range(self._next, self._next + count))
         self._next += count
         if self._next > self._total:
-            raise ConfigError(key, count, f"groups that lie within nodes of {self._per_node} GPUs need more than {self._total} GPUs", "use sizes that fill nodes")
+            raise ConfigError(
+                key,
+                count,
+                f"groups that lie within nodes of {self._per_node} GPUs need more than {self._total} GPUs",
+                "use sizes that fill nodes",
+            )
         return taken

@@ -1,14 +1,16 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Awaitable, Callable, Optional
+from typing import Any
 
 import ray
 
 from megatron_drmas.actor.actor_process import ActorProcess
 from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.concurrency import together
@@ -16,7 +18,6 @@ from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.devices import DEVICES, Device
 from megatron_drmas.rollout.engine import Engine
-from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
 from megatron_drmas.weight_sync.transport import Route, choose_transport
@@ -39,8 +40,15 @@ class PolicyRuntime:
     """
 
     def __init__(
-        self, name: str, config: RunConfig, stop_ids: list[int], device: str, actors: list[Slot], engines: list[Slot],
-        bundles: Optional[Any], logs: Path,
+        self,
+        name: str,
+        config: RunConfig,
+        stop_ids: list[int],
+        device: str,
+        actors: list[Slot],
+        engines: list[Slot],
+        bundles: Any | None,
+        logs: Path,
     ):
         self.name = name
         self._config = config
@@ -50,19 +58,26 @@ class PolicyRuntime:
         self._step_timeout_s = config.cluster.step_timeout_s
         nodes = {slot.node for slot in actors + engines}
         shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
-        self._transport = choose_transport(config.cluster.transport, Route(device, shared, self._policy.parallel.pipeline, len(nodes)), name)
+        self._transport = choose_transport(
+            config.cluster.transport, Route(device, shared, self._policy.parallel.pipeline, len(nodes)), name
+        )
         self._takes_turns = shared and DEVICES[device].sleeps
         self._asleep = False
 
         def process(kind: type, role: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
             return RemoteProcess(
-                kind, f"{role} {index} of policy {name!r}", logs / f"{name}_{role}_{index}.log",
+                kind,
+                f"{role} {index} of policy {name!r}",
+                logs / f"{name}_{role}_{index}.log",
                 _environment(role, DEVICES[device], slot, threads, config.precision) | plugin_environment(config.plugins),
-                asynchronous=role == "engine", bundle=None if bundles is None else (bundles, slot.node),
+                asynchronous=role == "engine",
+                bundle=None if bundles is None else (bundles, slot.node),
             )
 
         threads = config.cluster.actor_threads, config.cluster.engine_threads
-        self._actors: list[RemoteProcess[ActorProcess]] = [process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)]
+        self._actors: list[RemoteProcess[ActorProcess]] = [
+            process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)
+        ]
         self._engines: list[RemoteProcess[Engine]] = [process(Engine, "engine", *each, threads[1]) for each in enumerate(engines)]
 
     @property
@@ -76,16 +91,26 @@ class PolicyRuntime:
             timeout_s = self._config.cluster.start_timeout_s
             address = await self._actors[0].address(timeout_s)
             infos = self._transport.engine_init_infos(*address, len(self._engines), self._policy.engine.tensor)
-            await together([
-                self._actors[0].call(timeout_s, ActorProcess.join_transfer_group, infos[0]),
-                *(engine.call(timeout_s, Engine.init_transfer, info) for engine, info in zip(self._engines, infos)),
-            ])
+            await together(
+                [
+                    self._actors[0].call(timeout_s, ActorProcess.join_transfer_group, infos[0]),
+                    *(engine.call(timeout_s, Engine.init_transfer, info) for engine, info in zip(self._engines, infos)),
+                ]
+            )
 
     async def _start_engine(self, engine: RemoteProcess[Engine]) -> None:
         settings = EngineSettings(
-            name=self.name, model=self._policy.model, stop_ids=self._stop_ids, engine=self._policy.engine,
-            dtype=self._config.precision.rollout, seed=self._config.seed, deterministic=self._config.deterministic, device=self._device,
-            threads=self._config.cluster.engine_threads, transport=self._transport.name, sleep=self._takes_turns,
+            name=self.name,
+            model=self._policy.model,
+            stop_ids=self._stop_ids,
+            engine=self._policy.engine,
+            dtype=self._config.precision.rollout,
+            seed=self._config.seed,
+            deterministic=self._config.deterministic,
+            device=self._device,
+            threads=self._config.cluster.engine_threads,
+            transport=self._transport.name,
+            sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s
         await engine.build(timeout_s, settings)
@@ -96,15 +121,22 @@ class PolicyRuntime:
             return
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         settings = ActorSettings(
-            name=self.name, policy=self._policy, precision=config.precision, loss=config.algorithm.loss,
-            temperature=config.rollout.temperature, seed=config.seed, deterministic=config.deterministic, device=self._device,
-            transport=self._transport.name, total_steps=config.steps, updates_per_batch=config.algorithm.updates_per_batch,
+            name=self.name,
+            policy=self._policy,
+            precision=config.precision,
+            loss=config.algorithm.loss,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+            deterministic=config.deterministic,
+            device=self._device,
+            transport=self._transport.name,
+            total_steps=config.steps,
+            updates_per_batch=config.algorithm.updates_per_batch,
         )
         host, port = await self._actors[0].address(timeout_s)
-        await together((
-            actor.build(timeout_s, settings, rank, len(self._actors), host, port)
-            for rank, actor in enumerate(self._actors)
-        ))
+        await together(
+            (actor.build(timeout_s, settings, rank, len(self._actors), host, port) for rank, actor in enumerate(self._actors))
+        )
         await self._on_all_ranks(timeout_s, ActorProcess.initialize, self._policy.model)
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
@@ -130,8 +162,10 @@ class PolicyRuntime:
 
         senders = [
             SenderCalls(
-                actor.name, remote(actor, ActorProcess.begin_send, self._config.precision.rollout),
-                remote(actor, ActorProcess.next_bucket), remote(actor, ActorProcess.end_send),
+                actor.name,
+                remote(actor, ActorProcess.begin_send, self._config.precision.rollout),
+                remote(actor, ActorProcess.next_bucket),
+                remote(actor, ActorProcess.end_send),
             )
             for actor in self._actors
         ]
@@ -189,8 +223,10 @@ class EngineProxy:
 def _environment(kind: str, device: Device, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
     """Variables of a process that must be set before torch, Megatron or vLLM are imported."""
     variables = {
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
         **device.environment(slot.devices, threads),
     }
     if not os.environ.get("RAY_ADDRESS"):

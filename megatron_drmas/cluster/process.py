@@ -1,8 +1,9 @@
 """One supervised process: a Ray actor, its name, its log file, and errors that mention both."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Awaitable, Callable, Concatenate, Generic, Optional, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
@@ -31,8 +32,13 @@ class RemoteProcess(Generic[T]):
     """
 
     def __init__(
-        self, kind: type[T], name: str, log: Path, environment: dict[str, str], asynchronous: bool = False,
-        bundle: Optional[tuple[Any, int]] = None,
+        self,
+        kind: type[T],
+        name: str,
+        log: Path,
+        environment: dict[str, str],
+        asynchronous: bool = False,
+        bundle: tuple[Any, int] | None = None,
     ):
         self.name = name
         self.log = log
@@ -42,7 +48,7 @@ class RemoteProcess(Generic[T]):
             options["max_concurrency"] = 64
         if bundle is not None:
             options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group=bundle[0], placement_group_bundle_index=bundle[1],
+                placement_group=bundle[0], placement_group_bundle_index=bundle[1]
             )
         worker = ray.remote(AsyncWorker if asynchronous else Worker)
         self._handle = worker.options(**options).remote(str(log.resolve()), environment)
@@ -80,12 +86,14 @@ class RemoteProcess(Generic[T]):
     async def _wait(self, method: str, ref: ray.ObjectRef, timeout_s: float) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ProcessFailure(f"{self.name}: {method} did not end in {timeout_s:g} s; log: {self.log}") from error
         except RayTaskError as error:
             raise ProcessFailure(f"{self.name}: {method} failed: {_last_line(error)}; log: {self.log}") from error
         except OutOfMemoryError as error:
-            raise ProcessFailure(f"{self.name}: Ray ended it during {method} because the machine ran out of memory; log: {self.log}") from error
+            raise ProcessFailure(
+                f"{self.name}: Ray ended it during {method} because the machine ran out of memory; log: {self.log}"
+            ) from error
         except RayError as error:
             raise ProcessFailure(f"{self.name}: died during {method}: {_last_line(error)}; log: {self.log}") from error
 

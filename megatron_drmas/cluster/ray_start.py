@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Optional
 
 import psutil
 import ray
@@ -36,7 +35,7 @@ ENDING_TIMEOUT_S = 5.0
 POLL_S = 0.05
 
 
-def named_cluster() -> Optional[tuple[str, int]]:
+def named_cluster() -> tuple[str, int] | None:
     """Host and port that RAY_ADDRESS names; None where a run starts Ray itself.
 
     Raises:
@@ -47,7 +46,12 @@ def named_cluster() -> Optional[tuple[str, int]]:
         return None
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})", given)
     if not match or not 0 < int(match[3]) < 65536:
-        raise ConfigError("RAY_ADDRESS", given, "is not HOST:PORT of a cluster", "unset it, and the run starts Ray itself, or name the port of the cluster's head")
+        raise ConfigError(
+            "RAY_ADDRESS",
+            given,
+            "is not HOST:PORT of a cluster",
+            "unset it, and the run starts Ray itself, or name the port of the cluster's head",
+        )
     return match[1] or match[2], int(match[3])
 
 
@@ -65,14 +69,23 @@ def check_ray(nodes: int) -> None:
         try:
             socket.create_connection(address, CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            raise ConfigError("RAY_ADDRESS", os.environ["RAY_ADDRESS"], f"nothing answers there ({error})", "start Ray there, or unset it") from error
+            raise ConfigError(
+                "RAY_ADDRESS", os.environ["RAY_ADDRESS"], f"nothing answers there ({error})", "start Ray there, or unset it"
+            ) from error
         return
     if nodes > 1:
-        raise ConfigError("cluster.nodes", nodes, "RAY_ADDRESS names no cluster, and Ray that a run starts has one node", "start Ray on all of them, as slurm/lib.sh does")
+        raise ConfigError(
+            "cluster.nodes",
+            nodes,
+            "RAY_ADDRESS names no cluster, and Ray that a run starts has one node",
+            "start Ray on all of them, as slurm/lib.sh does",
+        )
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if free < OBJECT_STORE_BYTES:
         raise ConfigError(
-            str(SHARED_MEMORY), f"{free >> 20} MiB free", f"Ray's objects take {OBJECT_STORE_BYTES >> 20} MiB",
+            str(SHARED_MEMORY),
+            f"{free >> 20} MiB free",
+            f"Ray's objects take {OBJECT_STORE_BYTES >> 20} MiB",
             "enlarge it (containers: --shm-size), or remove what ended processes left there",
         )
     shutil.rmtree(make_folder())
@@ -98,10 +111,15 @@ def make_folder() -> Path:
             except OSError as error:
                 problem = error.strerror
         problems.append(f"{place} {problem}")
-    raise ConfigError("RAY_TMPDIR", given, f"Ray's sockets and logs fit nowhere: {', '.join(problems)}", "set it to a folder with a short path that can be written")
+    raise ConfigError(
+        "RAY_TMPDIR",
+        given,
+        f"Ray's sockets and logs fit nowhere: {', '.join(problems)}",
+        "set it to a folder with a short path that can be written",
+    )
 
 
-def _unusable(place: str) -> Optional[str]:
+def _unusable(place: str) -> str | None:
     if not os.path.isabs(place):
         return "is not an absolute path"
     length = len(os.fsencode(place.rstrip("/"))) + len(SOCKET)
@@ -126,10 +144,10 @@ class RaySession:
         self._processes = processes
         self._timeout_s = timeout_s
         self._logs = logs
-        self._folder: Optional[Path] = None
-        self._error: Optional[BaseException] = None
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
         self._tried, self._over = threading.Event(), threading.Event()
-        self._thread: Optional[threading.Thread] = None
+        self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
         """Start Ray, or connect to it.
@@ -149,7 +167,10 @@ class RaySession:
             self._folder = make_folder()
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray makes one in the home folder
             options |= {
-                "address": "local", "num_cpus": self._processes, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES,
+                "address": "local",
+                "num_cpus": self._processes,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(self._folder),
             }
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -200,17 +221,28 @@ class RaySession:
         """Ask in a process of its own: a listener that is no Ray makes a client wait for minutes, and then ends its process."""
         given = os.environ["RAY_ADDRESS"].strip()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "health-check",
+            "--address",
+            given,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             code = await asyncio.wait_for(process.wait(), deadline - time.monotonic())
-        except asyncio.TimeoutError as error:
-            raise ProcessFailure(f"Ray: what listens at RAY_ADDRESS={given} did not answer in {self._timeout_s:g} s (cluster.start_timeout_s)") from error
+        except TimeoutError as error:
+            raise ProcessFailure(
+                f"Ray: what listens at RAY_ADDRESS={given} did not answer in {self._timeout_s:g} s (cluster.start_timeout_s)"
+            ) from error
         finally:
             if process.returncode is None:
                 process.kill()
         if code != 0:
-            raise ProcessFailure(f"Ray: what listens at RAY_ADDRESS={given} is no healthy Ray cluster of this version; unset it, or name another")
+            raise ProcessFailure(
+                f"Ray: what listens at RAY_ADDRESS={given} is no healthy Ray cluster of this version; unset it, or name another"
+            )
 
     def _keep_logs(self) -> str:
         if self._folder is None:

@@ -6,7 +6,8 @@ in all that it starts, and the retrieval server and the grading workers have ses
 
 import asyncio
 import signal
-from typing import Any, Callable, Coroutine, Optional
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; Slurm on preemption and at a time limit; by --signal
 
@@ -23,10 +24,10 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested: Optional[str] = None
+        self.requested: str | None = None
         self.aborted = False
         self._came = asyncio.Event()
-        self._say: Optional[Callable[[str], None]] = None
+        self._say: Callable[[str], None] | None = None
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -44,7 +45,7 @@ class StopRequest:
         self._task.cancel()
         self.close()
 
-    def polite(self, say: Optional[Callable[[str], None]]) -> None:
+    def polite(self, say: Callable[[str], None] | None) -> None:
         """From here on there is work that can be finished and saved.
 
         Args:

@@ -9,8 +9,9 @@ import inspect
 import os
 import socket
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from megatron_drmas.config.plugins import import_plugins_of_process
 
@@ -69,7 +70,7 @@ class AsyncWorker(Worker):
             return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def visible_devices(positions: str, allowed: Optional[str]) -> str:
+def visible_devices(positions: str, allowed: str | None) -> str:
     """CUDA_VISIBLE_DEVICES of a process.
 
     Args:
@@ -84,7 +85,9 @@ def visible_devices(positions: str, allowed: Optional[str]) -> str:
     devices = [device for device in allowed.split(",") if device]
     wanted = [int(position) for position in positions.split(",")]
     if max(wanted) >= len(devices):
-        raise ValueError(f"CUDA_VISIBLE_DEVICES={allowed!r} allows {len(devices)} GPUs on {socket.gethostname()}, cluster.gpus_per_node counts on {max(wanted) + 1} or more")
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={allowed!r} allows {len(devices)} GPUs on {socket.gethostname()}, cluster.gpus_per_node counts on {max(wanted) + 1} or more"
+        )
     return ",".join(devices[position] for position in wanted)
 
 

@@ -26,7 +26,10 @@ class RewardConfig:
     role: float = setting("Weight of the column role_reward", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
     turn: float = setting("Weight of the column turn_reward", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
     verdict: float = setting(
-        "A verdict on what is returned gains this when the outcome bears it out and loses it otherwise", 0.0, minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
+        "A verdict on what is returned gains this when the outcome bears it out and loses it otherwise",
+        0.0,
+        minimum=-MAX_WEIGHT,
+        maximum=MAX_WEIGHT,
     )
     success: float = setting("A trajectory that returns at least this succeeded, for `verdict`", 0.5)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -47,10 +50,13 @@ class AdvantageConfig:
         "Whose rows make the scale", "agent", choices={"group": "all agents'", "agent": "the agent's own", "none": "no scale"}
     )
     weighting: str = setting(
-        "What is a sample of the statistics", "step", choices={"step": "every turn", "trajectory": "every trajectory, by the mean of its turns"}
+        "What is a sample of the statistics",
+        "step",
+        choices={"step": "every turn", "trajectory": "every trajectory, by the mean of its turns"},
     )
     group_key: str = setting(
-        "Rows that are compared with one another share this", "question",
+        "Rows that are compared with one another share this",
+        "question",
         choices={"question": "", "question_agent": "", "question_agent_turn": ""},
     )
     epsilon: float = setting("Added to the std", 1e-6, minimum=1e-12, maximum=1)
@@ -66,7 +72,9 @@ class MismatchConfig:
     """Correction of the difference between the engine's and the trainer's probabilities of a sampled token."""
 
     correction: str = setting(
-        "What is done about the difference", "none", choices={"none": "", "truncate": "TIS", "mask": "IcePop", "sequence_mask": "by sequence"}
+        "What is done about the difference",
+        "none",
+        choices={"none": "", "truncate": "TIS", "mask": "IcePop", "sequence_mask": "by sequence"},
     )
     low: float = setting("mask, sequence_mask: smallest ratio trainer / engine that is kept", 0.5, minimum=0, below=1)
     high: float = setting("truncate: cap of the ratio; mask, sequence_mask: largest ratio that is kept", 2.0, above=1)
@@ -95,8 +103,13 @@ class LossConfig:
         "ppo: with a negative advantage the loss is at most this times |advantage|; 0: off", 3.0, minimum=0
     )
     aggregation: str = setting(
-        "How tokens are averaged", "token_mean",
-        choices={"token_mean": "over all tokens", "sequence_mean": "within, then over sequences", "fixed_length": "sums over fixed_length"},
+        "How tokens are averaged",
+        "token_mean",
+        choices={
+            "token_mean": "over all tokens",
+            "sequence_mean": "within, then over sequences",
+            "fixed_length": "sums over fixed_length",
+        },
     )
     fixed_length: int = setting("fixed_length: the number of tokens that every sequence's sum is divided by", 0, minimum=0)
     per_agent: bool = setting("Every agent of the mini-batch has the same total weight", False)
@@ -116,7 +129,9 @@ class AlgorithmConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    invalid_penalty: float = setting("Taken from the score of a row whose output could not be parsed", 0.01, minimum=0, maximum=MAX_WEIGHT)
+    invalid_penalty: float = setting(
+        "Taken from the score of a row whose output could not be parsed", 0.01, minimum=0, maximum=MAX_WEIGHT
+    )
     updates_per_batch: int = setting("Optimizer steps that a policy makes on one batch", 1, minimum=1)
     dynamic_sampling_draws: int = setting(
         "How often new questions may replace those whose returns are all equal (DAPO); 1: off", 1, minimum=1

@@ -2,7 +2,8 @@
 
 import difflib
 import typing
-from typing import Any, Mapping, Optional
+from collections.abc import Mapping
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -10,7 +11,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.setting import Key, keys_of
 
 
-def explain(schema: type, path: str, registries: Optional[Mapping[str, typing.Iterable[str]]] = None) -> str:
+def explain(schema: type, path: str, registries: Mapping[str, typing.Iterable[str]] | None = None) -> str:
     """What a key, or every key of a section, means.
 
     Args:
@@ -24,7 +25,10 @@ def explain(schema: type, path: str, registries: Optional[Mapping[str, typing.It
     keys = {key.path: key for key in keys_of(schema)}
     found = [key for key in keys.values() if _is_under(path.split("."), key.path.split("."))]
     if not found:
-        near = difflib.get_close_matches(path, keys, n=3, cutoff=0.5) or [p for p in keys if p.split(".")[-1] == path.split(".")[-1]][:3]
+        near = (
+            difflib.get_close_matches(path, keys, n=3, cutoff=0.5)
+            or [p for p in keys if p.split(".")[-1] == path.split(".")[-1]][:3]
+        )
         raise ConfigError("--explain", path, "no such key", f"near it: {', '.join(near)}" if near else "--print lists every key")
     return "\n".join(describe(key, registries or {}) for key in found if key.setting or not key.section)
 

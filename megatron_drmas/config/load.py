@@ -5,9 +5,10 @@ key=value arguments are Hydra overrides.  The recipes and groups of DIR come bef
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -20,8 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.plugins import import_plugins
 from megatron_drmas.config.mistakes import check_names, check_written_names, composed_keys, refusal
+from megatron_drmas.config.plugins import import_plugins
 from megatron_drmas.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -45,7 +46,7 @@ Plugins.instance().register(PackageConfigs)
 
 
 def compose_config(
-    name: str, overrides: Sequence[str], config_dir: Optional[Path] = None, schema: type = RunConfig, recipes: Path = CONFIG_DIR,
+    name: str, overrides: Sequence[str], config_dir: Path | None = None, schema: type = RunConfig, recipes: Path = CONFIG_DIR
 ) -> Any:
     """Compose a recipe with overrides into an object of the dataclass `schema`.
 
@@ -94,7 +95,9 @@ def compose_config(
         raise
     except MALFORMED as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError("--config-name", name, f"cannot be composed ({problem})", f"correct the YAML files in {where}, or the overrides") from error
+        raise ConfigError(
+            "--config-name", name, f"cannot be composed ({problem})", f"correct the YAML files in {where}, or the overrides"
+        ) from error
     for field in fields(config):
         if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
             raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")

@@ -1,8 +1,9 @@
 """What Hydra and OmegaConf say about a mistake, as one line that names the key and the remedy."""
 
 import re
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -37,6 +38,7 @@ def check_written_names(recipe: Any) -> None:
     Raises:
         ConfigError: the first name that cannot be used.
     """
+
     def section(node: Any, key: str) -> dict:
         found = node.get(key) if isinstance(node, dict) else None
         return found if isinstance(found, dict) else {}
@@ -48,7 +50,7 @@ def check_written_names(recipe: Any) -> None:
 
 
 def refusal(
-    error: Exception, overrides: Sequence[str], known: Sequence[str], groups: dict[str, list[str]], where: str,
+    error: Exception, overrides: Sequence[str], known: Sequence[str], groups: dict[str, list[str]], where: str
 ) -> ConfigError:
     """The error of a composition that failed.
 
@@ -89,7 +91,7 @@ def refusal(
     if re.search(r"Could not override|Could not delete|not in struct|Key '\S*' (is )?not in", text):
         near = nearest(key, known)
         section = key.rpartition(".")[0]
-        if section.endswith(".template_options") or section == "variables" and not near:
+        if section.endswith(".template_options") or (section == "variables" and not near):
             return ConfigError(key, value, f"{section} has no such entry", f"add it: +{key}={value}")
         return ConfigError(key, value, "no such key", f"did you mean {_either(near)}?" if near else "--print lists every key")
     problem = str(chain[-1]).strip().split("\n")[0]
@@ -135,11 +137,11 @@ def _likeness(given: str, name: str) -> float:
     rest = iter(path[:-1])
     if len(initials) > 1 and initials == path[-1] and all(part in rest for part in parts[:-1]):
         return 1.0  # learning_rate for lr
-    alike = [SequenceMatcher(None, given.lower(), end).ratio() for end in (name.lower(), ".".join(path[-len(parts):]))]
+    alike = [SequenceMatcher(None, given.lower(), end).ratio() for end in (name.lower(), ".".join(path[-len(parts) :]))]
     return max(alike[0], alike[1] - 0.02 * (len(path) > len(parts)))
 
 
-def _at_fault(text: str, overrides: Sequence[str]) -> tuple[str, Optional[str]]:
+def _at_fault(text: str, overrides: Sequence[str]) -> tuple[str, str | None]:
     """The override that an error is about, as key and value; the key that it names where it is about none."""
     given = {override: override.lstrip("+~").partition("=")[::2] for override in overrides}
     for override, (key, value) in given.items():
@@ -174,14 +176,16 @@ def _no_option(group: str, option: str, overrides: Sequence[str], groups: dict[s
     return ConfigError(key, option, f"no such option in {where}", f"choose one of: {', '.join(groups[group])}")
 
 
-def _no_default(key: str, value: Optional[str], groups: dict[str, list[str]]) -> ConfigError:
+def _no_default(key: str, value: str | None, groups: dict[str, list[str]]) -> ConfigError:
     group, at, package = key.partition("@")
     if group not in groups:
-        return ConfigError(key, value, "no such group", _meant([f"{near}{at}{package}" for near in nearest(group, groups)[:1]], groups))
+        return ConfigError(
+            key, value, "no such group", _meant([f"{near}{at}{package}" for near in nearest(group, groups)[:1]], groups)
+        )
     return ConfigError(key, value, "the recipe chooses nothing there", f"add it: +{key}={value}")
 
 
-def _no_policy(name: str, key: str, value: Optional[str], known: Sequence[str], groups: dict[str, list[str]]) -> ConfigError:
+def _no_policy(name: str, key: str, value: str | None, known: Sequence[str], groups: dict[str, list[str]]) -> ConfigError:
     options = groups.get("policy", ["NAME"])
     policies = [path.split(".")[1] for path in known if re.fullmatch(r"policies\.[^.]+", path)]
     if name in policies:
@@ -191,7 +195,9 @@ def _no_policy(name: str, key: str, value: Optional[str], known: Sequence[str], 
     near = nearest(name, policies)
     meant = f"did you mean policies.{near[0]}? Otherwise " if near else ""
     return ConfigError(
-        key, value, f"no such policy (there are {', '.join(policies) or 'none'})",
+        key,
+        value,
+        f"no such policy (there are {', '.join(policies) or 'none'})",
         f"{meant}add one with +policy@policies.{name}={example} (options: {', '.join(options)}) and policies.{name}.model=FOLDER",
     )
 

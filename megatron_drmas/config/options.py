@@ -29,11 +29,15 @@ def typed_options(key: str, owner: str, declared: type, given: dict[str, Any]) -
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}" if known else "it has none; remove it"
+            remedy = (
+                f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}" if known else "it has none; remove it"
+            )
             raise ConfigError(f"{key}.{name}", value, f"is no option of {owner}", remedy)
         try:
             OmegaConf.merge(OmegaConf.structured(declared), {name: value})
         except OmegaConfBaseException as error:
             wanted = next(field.type for field in fields(declared) if field.name == name)
-            raise ConfigError(f"{key}.{name}", value, "is of the wrong type", f"use {getattr(wanted, '__name__', wanted)}") from error
+            raise ConfigError(
+                f"{key}.{name}", value, "is of the wrong type", f"use {getattr(wanted, '__name__', wanted)}"
+            ) from error
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(declared), given))

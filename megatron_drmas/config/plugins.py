@@ -9,8 +9,8 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from megatron_drmas.config.errors import ConfigError
 
@@ -37,7 +37,9 @@ def import_plugins(plugins: Sequence[str], folder: Path | None = None) -> list[s
             path = next((p for p in (Path(plugin), (folder or Path()) / plugin) if p.is_file()), None)
             if path is None:
                 looked = f"{Path.cwd()}" + (f" and {folder}" if folder else "")
-                raise ConfigError("plugins", plugin, f"no such file in {looked}", "give the path of a Python file, or a module's name")
+                raise ConfigError(
+                    "plugins", plugin, f"no such file in {looked}", "give the path of a Python file, or a module's name"
+                )
             path = path.resolve()
             name = path.stem
             if not name.isidentifier():
@@ -47,7 +49,9 @@ def import_plugins(plugins: Sequence[str], folder: Path | None = None) -> list[s
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigError("plugins", plugin, f"its import failed: {_where(error, path)}{type(error).__name__}: {error}", "correct it") from error
+            raise ConfigError(
+                "plugins", plugin, f"its import failed: {_where(error, path)}{type(error).__name__}: {error}", "correct it"
+            ) from error
         resolved.append(str(path) if path else plugin)
     return resolved
 

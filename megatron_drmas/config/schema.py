@@ -5,8 +5,7 @@ Every class here is one section of the YAML; the top is `RunConfig`.  `config.lo
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
-
+from typing import Any
 
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.config.setting import setting
@@ -101,7 +100,12 @@ class PrecisionConfig:
     mode: str = setting(
         "Number format of the actors",
         "bf16",
-        choices={"fp32": "", "bf16": "", "fp8": "Transformer Engine, Hopper and newer", "fp8_emulated": "the same roundings on any machine"},
+        choices={
+            "fp32": "",
+            "bf16": "",
+            "fp8": "Transformer Engine, Hopper and newer",
+            "fp8_emulated": "the same roundings on any machine",
+        },
     )
     rollout: str = setting("Number format of the engines", "bfloat16", choices={"float32": "", "bfloat16": ""})
     fp8: Fp8Config = field(default_factory=Fp8Config)
@@ -112,14 +116,14 @@ class AgentConfig:
     """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
 
     policy: str = setting("The policy that speaks for the agent")
-    role: Optional[str] = setting("What the workflow calls it by; null: its own name", None)
-    system: Optional[str] = setting("System message; null: none", None)
+    role: str | None = setting("What the workflow calls it by; null: its own name", None)
+    system: str | None = setting("System message; null: none", None)
     prompt: str = setting("Jinja template of the user message; the workflow's docstring lists its variables")
     parser: str = setting("How its output is read", "tag", registry="parser")
-    tag: Optional[str] = setting("<tag>...</tag> that the output must hold exactly once", None)
+    tag: str | None = setting("<tag>...</tag> that the output must hold exactly once", None)
     choices: list[str] = setting("The tag's allowed contents; empty: any text", list)
     trainable: bool = setting("Whether the agent's turns are learned from", True)
-    max_response_tokens: Optional[int] = setting("Longest response in tokens; null: rollout.max_response_tokens", None, minimum=1)
+    max_response_tokens: int | None = setting("Longest response in tokens; null: rollout.max_response_tokens", None, minimum=1)
 
 
 @dataclass
@@ -145,11 +149,11 @@ class TeamConfig:
 class RetrievalConfig:
     """Where a search team's passages come from."""
 
-    url: Optional[str] = setting("A running server; null: the run starts one over `corpus`", None)
-    corpus: Optional[str] = setting('JSON lines {"id", "contents"}', None)
-    encoder: Optional[str] = setting("sentence-transformers folder for dense retrieval over `corpus`; null: BM25", None)
-    query_prefix: Optional[str] = setting('"query: " for E5; null: what the encoder says', None)
-    passage_prefix: Optional[str] = setting('"passage: " for E5; null: what the encoder says', None)
+    url: str | None = setting("A running server; null: the run starts one over `corpus`", None)
+    corpus: str | None = setting('JSON lines {"id", "contents"}', None)
+    encoder: str | None = setting("sentence-transformers folder for dense retrieval over `corpus`; null: BM25", None)
+    query_prefix: str | None = setting('"query: " for E5; null: what the encoder says', None)
+    passage_prefix: str | None = setting('"passage: " for E5; null: what the encoder says', None)
     topk: int = setting("Passages for a query", 3, minimum=1)
     timeout_s: float = setting("Seconds that a query may take, with everything that is tried again", 60.0, minimum=0.1)
     concurrency: int = setting("Requests at once, each of the queries that agents make in the same moment", 64, minimum=1)
@@ -186,8 +190,8 @@ class DataConfig:
     """Questions as JSON lines or parquet; see `megatron_drmas.data.questions` for the columns."""
 
     train: str = setting("File of the training questions")
-    eval: Optional[str] = setting("File of the evaluation questions; null: see eval_holdout", None)
-    eval_limit: Optional[int] = setting("Evaluate on the first so many; null: all", None, minimum=1)
+    eval: str | None = setting("File of the evaluation questions; null: see eval_holdout", None)
+    eval_limit: int | None = setting("Evaluate on the first so many; null: all", None, minimum=1)
     eval_holdout: int = setting(
         "Without `eval`: how many questions of `train` to keep out of training and evaluate on", 0, minimum=0
     )
@@ -232,10 +236,10 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is kept of the team's trajectories, as `observability.records.TrajectoryRecord`s."""
 
-    trajectories_per_step: Optional[int] = setting(
+    trajectories_per_step: int | None = setting(
         "Kept of a step, spread over the questions, one of each failure first; null: all", 8, minimum=0
     )
-    trajectories_per_evaluation: Optional[int] = setting("Kept of an evaluation, in each mode; null: all", 1000, minimum=0)
+    trajectories_per_evaluation: int | None = setting("Kept of an evaluation, in each mode; null: all", 1000, minimum=0)
     token_ids: bool = setting("Keep token ids and the log-probability of every response token too", False)
 
 
@@ -243,8 +247,8 @@ class LoggingConfig:
 class ShareConfig:
     """Shares, above 0 and up to 1, at which the run warns and at which it stops; null: never."""
 
-    warn: Optional[float] = setting("Share that is warned about; null: never", None, above=0, maximum=1)
-    stop: Optional[float] = setting("Share that stops the run; null: never", None, above=0, maximum=1)
+    warn: float | None = setting("Share that is warned about; null: never", None, above=0, maximum=1)
+    stop: float | None = setting("Share that stops the run; null: never", None, above=0, maximum=1)
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """`setting`: a key of the configuration with its meaning, bounds and choices beside it; checked and explained from there."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Iterator, Optional, get_type_hints
+from typing import Any, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
@@ -23,14 +23,14 @@ class Setting:
     """
 
     meaning: str
-    minimum: Optional[float] = None
-    maximum: Optional[float] = None
-    above: Optional[float] = None
-    below: Optional[float] = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
-    registry: Optional[str] = None
+    registry: str | None = None
 
-    def objection(self, value: Any) -> Optional[tuple[str, str]]:
+    def objection(self, value: Any) -> tuple[str, str] | None:
         """(problem, remedy) of a value, or None if it may stand; the registries are not looked at."""
         if value is None:
             return None
@@ -55,8 +55,12 @@ class Setting:
         """The bounds as a reader writes them, such as "(0, 1]"; "" without any."""
         if self.above is None and self.below is None and self.minimum is None and self.maximum is None:
             return ""
-        low = f"({self.above:.12g}" if self.above is not None else f"[{self.minimum:.12g}" if self.minimum is not None else "(-inf"
-        high = f"{self.below:.12g})" if self.below is not None else f"{self.maximum:.12g}]" if self.maximum is not None else "inf)"
+        low = (
+            f"({self.above:.12g}" if self.above is not None else f"[{self.minimum:.12g}" if self.minimum is not None else "(-inf"
+        )
+        high = (
+            f"{self.below:.12g})" if self.below is not None else f"{self.maximum:.12g}]" if self.maximum is not None else "inf)"
+        )
         return f"{low}, {high}"
 
 
@@ -81,7 +85,7 @@ class Key:
     path: str
     type: Any
     default: Any
-    setting: Optional[Setting]
+    setting: Setting | None
     section: bool
 
 
@@ -100,7 +104,11 @@ def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Ke
         if defaults is not None:
             default = getattr(defaults, item.name)
         held = getattr(kind, "__args__", ())
-        inner, below = (held[1], f"{path}.NAME.") if getattr(kind, "__origin__", None) is dict and is_dataclass(held[1]) else (kind, f"{path}.")
+        inner, below = (
+            (held[1], f"{path}.NAME.")
+            if getattr(kind, "__origin__", None) is dict and is_dataclass(held[1])
+            else (kind, f"{path}.")
+        )
         yield Key(path, kind, default, item.metadata.get("setting"), is_dataclass(inner))
         if is_dataclass(inner):
             yield from keys_of(inner, below, default if is_dataclass(default) else None)

@@ -7,7 +7,6 @@ A line is `{"messages": [{"role", "content"}, …]}`, whose last message is the 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.rows import flaw
@@ -21,7 +20,7 @@ class Dialogue:
     """Chat messages, the last one being the assistant's, and where they came from."""
 
     messages: tuple[dict[str, str], ...]
-    prompt_weight: Optional[float]  # None: the run's
+    prompt_weight: float | None  # None: the run's
     line: int
 
 
@@ -74,6 +73,8 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
         raise bad("does not end with what the assistant says")
     weight = row.get("prompt_weight")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")):
+    if weight is not None and (
+        isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")
+    ):
         raise bad(f"has prompt_weight {weight!r}, which is not a number of at least 0")
     return Dialogue(tuple({"role": m["role"], "content": m["content"]} for m in messages), weight, number)

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Optional
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import DataConfig
@@ -30,11 +29,18 @@ def check_data(config: DataConfig) -> None:
     """
     if config.eval_holdout and config.eval:
         raise ConfigError(
-            "data.eval_holdout", config.eval_holdout, f"data.eval = {config.eval!r} is given too",
+            "data.eval_holdout",
+            config.eval_holdout,
+            f"data.eval = {config.eval!r} is given too",
             "set data.eval_holdout=0 to evaluate on that file, or data.eval=null",
         )
     if not config.eval_holdout and not config.eval:
-        raise ConfigError("data.eval", config.eval, "has no value", "give a file of questions, or data.eval_holdout=N to keep N of data.train out of training")
+        raise ConfigError(
+            "data.eval",
+            config.eval,
+            "has no value",
+            "give a file of questions, or data.eval_holdout=N to keep N of data.train out of training",
+        )
 
 
 def load_question_sets(config: DataConfig) -> QuestionSets:
@@ -52,18 +58,20 @@ def load_question_sets(config: DataConfig) -> QuestionSets:
         texts = sorted({_text(question) for question in train}, key=lambda text: hashlib.sha256(text.encode()).digest())
         if config.eval_holdout >= len(texts):
             raise ConfigError(
-                "data.eval_holdout", config.eval_holdout, f"{config.train} holds {len(texts)} different questions, and none would be left to train on",
+                "data.eval_holdout",
+                config.eval_holdout,
+                f"{config.train} holds {len(texts)} different questions, and none would be left to train on",
                 "hold fewer out",
             )
-        held = set(texts[:config.eval_holdout])
+        held = set(texts[: config.eval_holdout])
         evaluation = [question for question in train if _text(question) in held]
-        return QuestionSets([question for question in train if _text(question) not in held], evaluation[:config.eval_limit])
+        return QuestionSets([question for question in train if _text(question) not in held], evaluation[: config.eval_limit])
     evaluation = load_questions(config.eval, "data.eval", config.eval_limit)
     seen = set(map(_text, train))
     return QuestionSets(train, [replace(question, in_training=_text(question) in seen) for question in evaluation])
 
 
-def overlap_warning(config: DataConfig, sets: QuestionSets) -> Optional[str]:
+def overlap_warning(config: DataConfig, sets: QuestionSets) -> str | None:
     """One line about evaluation questions that are trained on; None if there are none."""
     if not sets.shared:
         return None

@@ -22,7 +22,7 @@ an id are written %25 and %23.  An id need be unique within its source only, sin
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.rows import decoded, flaw, is_missing, read_rows
@@ -50,7 +50,7 @@ class _Flaw(ValueError):
     """What is wrong with a row, as a phrase that follows "line 3"."""
 
 
-def load_questions(path: str, key: str, limit: Optional[int] = None) -> list[Question]:
+def load_questions(path: str, key: str, limit: int | None = None) -> list[Question]:
     """Read a .jsonl or .parquet file.
 
     Args:
@@ -63,7 +63,9 @@ def load_questions(path: str, key: str, limit: Optional[int] = None) -> list[Que
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(key, path, "is a folder" if file.is_dir() else "no such file", "give a .jsonl or .parquet file of questions")
+        raise ConfigError(
+            key, path, "is a folder" if file.is_dir() else "no such file", "give a .jsonl or .parquet file of questions"
+        )
     questions: list[Question] = []
     seen: dict[str, str] = {}
     try:
@@ -74,13 +76,20 @@ def load_questions(path: str, key: str, limit: Optional[int] = None) -> list[Que
                 raise ConfigError(key, path, f"{place} {problem}", REMEDY) from problem
             if question.id in seen:
                 where = f" within {question.data_source!r}" if question.data_source else ""
-                raise ConfigError(key, path, f"{place} repeats id {row['id']!r} of {seen[question.id]}{where}", "make ids unique or leave them out")
+                raise ConfigError(
+                    key,
+                    path,
+                    f"{place} repeats id {row['id']!r} of {seen[question.id]}{where}",
+                    "make ids unique or leave them out",
+                )
             seen[question.id] = place
             questions.append(question)
             if len(questions) == limit:
                 break
     except OSError as error:
-        raise ConfigError(key, path, f"cannot be read ({error.strerror})", "give a .jsonl or .parquet file of questions") from error
+        raise ConfigError(
+            key, path, f"cannot be read ({error.strerror})", "give a .jsonl or .parquet file of questions"
+        ) from error
     if not questions:
         raise ConfigError(key, path, "holds no question", REMEDY)
     return questions
@@ -94,15 +103,28 @@ def _question(row: dict[str, Any], place: str) -> Question:
     if not isinstance(text, str):
         raise _Flaw(f"has a question of type {type(text).__name__}, not a text")
     source = next((str(part["data_source"]) for part in (row, env) if not is_missing(part.get("data_source"))), "")
-    given = [part.get(name) for part, name in (
-        (row, "answers"), (row, "answer"), (row, "golden_answers"), (env, "ground_truth"), (reward, "ground_truth"),
-    )]
-    answers = next((value for value in given if not is_missing(value) and value != []), next((value for value in given if value is not None), None))
+    given = [
+        part.get(name)
+        for part, name in (
+            (row, "answers"),
+            (row, "answer"),
+            (row, "golden_answers"),
+            (env, "ground_truth"),
+            (reward, "ground_truth"),
+        )
+    ]
+    answers = next(
+        (value for value in given if not is_missing(value) and value != []),
+        next((value for value in given if value is not None), None),
+    )
     for name, value in ({"question": text, "data_source": source} | row).items():
         if isinstance(value, str):
             _check_text(name, value)
     return Question(
-        id=_identity(source, row.get("id"), place), text=text.strip(), answers=_answers(answers), data_source=source,
+        id=_identity(source, row.get("id"), place),
+        text=text.strip(),
+        answers=_answers(answers),
+        data_source=source,
         extra={name: value for name, value in row.items() if name not in KNOWN},
     )
 
@@ -150,16 +172,18 @@ def _answers(given: Any) -> tuple[str, ...]:
     if given is None or not answers:
         raise _Flaw("has no answer")
     for answer in answers:
-        if answer is None or isinstance(answer, str) and not answer.strip():
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
             raise _Flaw(f"has {'no' if len(answers) == 1 else 'an empty'} answer ({answer!r})")
-        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) and not _is_decimal(answer):
+        if isinstance(answer, bool) or (not isinstance(answer, (str, int, float)) and not _is_decimal(answer)):
             raise _Flaw(f"has the answer {answer!r}, which is neither a text nor a number")
         if not isinstance(answer, str) and not float("-inf") < answer < float("inf"):
             raise _Flaw(f"has the answer {answer!r}, which is no finite number")
         if isinstance(answer, str) and PYTHON_LIST.fullmatch(answer.strip()):
             raise _Flaw(f"has the answer {answer!r}, a list that was written as Python text; write it as a list")
         if isinstance(answer, str) and WORKED.search(answer):
-            raise _Flaw("has an answer that is a worked solution with its result after '####' (GSM8K's form), which no answer equals; keep the result alone")
+            raise _Flaw(
+                "has an answer that is a worked solution with its result after '####' (GSM8K's form), which no answer equals; keep the result alone"
+            )
         if isinstance(answer, str):
             _check_text("answer", answer)
     return tuple(_number(answer) for answer in answers)

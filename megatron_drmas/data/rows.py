@@ -7,14 +7,17 @@ draws it.
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from megatron_drmas.config.errors import ConfigError
 
 BATCH_ROWS = 4096
 # also what is left of \times, \text{, \theta, \right, \neq, … once "\\t", "\\r" or "\\n" was read as one character
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\t(?=imes|ext\{|frac|heta|binom|riangle)|\r(?=ight|angle|ceil|floor)|\n(?=eq\b|abla|otin)")
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\t(?=imes|ext\{|frac|heta|binom|riangle)|\r(?=ight|angle|ceil|floor)|\n(?=eq\b|abla|otin)"
+)
 
 
 def read_rows(file: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -39,7 +42,9 @@ def _json_rows(file: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[st
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(key, str(file), f"line {number} is not JSON ({error})", "write one JSON object a line, in UTF-8") from error
+                raise ConfigError(
+                    key, str(file), f"line {number} is not JSON ({error})", "write one JSON object a line, in UTF-8"
+                ) from error
             if not isinstance(row, dict):
                 raise ConfigError(key, str(file), f"line {number} is not a JSON object", remedy)
             yield f"line {number}", row
@@ -59,13 +64,20 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
                         batch = batch.set_column(at, batch.schema.field(at).with_type(pyarrow.float64()), shortest)
                 try:
                     rows = batch.to_pylist(maps_as_pydicts="strict")
-                except (UnicodeDecodeError, KeyError, OverflowError, ValueError):  # somewhere in this batch: row by row, to name it
+                except (
+                    UnicodeDecodeError,
+                    KeyError,
+                    OverflowError,
+                    ValueError,
+                ):  # somewhere in this batch: row by row, to name it
                     rows = (batch.slice(row, 1).to_pylist(maps_as_pydicts="strict")[0] for row in range(len(batch)))
                 for row in rows:
                     number += 1
                     yield f"row {number}", row
     except UnicodeDecodeError as error:
-        raise ConfigError(key, str(file), f"row {number + 1} has a text that is not UTF-8 ({error})", "write it again as UTF-8") from error
+        raise ConfigError(
+            key, str(file), f"row {number + 1} has a text that is not UTF-8 ({error})", "write it again as UTF-8"
+        ) from error
     except (pyarrow.ArrowException, OSError, KeyError, OverflowError, ValueError) as error:
         problem = f"cannot be read as parquet after row {number}: {error}" if number else f"is not parquet: {error}"
         raise ConfigError(key, str(file), problem, "give a parquet or JSON-lines file") from error
@@ -85,15 +97,17 @@ def decoded(value: Any, kinds: tuple[type, ...]) -> Any:
 
 def is_missing(value: Any) -> bool:
     """None, a blank text, and the NaN that data frames put where there is nothing."""
-    return value is None or isinstance(value, str) and not value.strip() or isinstance(value, float) and math.isnan(value)
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and math.isnan(value))
 
 
-def flaw(text: str) -> Optional[str]:
+def flaw(text: str) -> str | None:
     """What keeps a text from being shown to a model or compared with an answer; None if nothing does."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"cannot be written as UTF-8: it has half of a surrogate pair, {text[error.start]!r}, at character {error.start + 1}"
+        return (
+            f"cannot be written as UTF-8: it has half of a surrogate pair, {text[error.start]!r}, at character {error.start + 1}"
+        )
     found = CONTROL.search(text)
     if found:
         return f"has the control character {found.group()!r} at character {found.start() + 1}; was a backslash lost?"

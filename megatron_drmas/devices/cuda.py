@@ -22,7 +22,8 @@ class Cuda(Device):
 
     def environment(self, devices: tuple[int, ...], threads: int) -> dict[str, str]:
         return {
-            "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         }
 

@@ -1,15 +1,17 @@
 """The interface of an environment: the tools a workflow may use and the return of its outcome."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Optional
+from typing import Any
 
 from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.tool import TOOLS, Tool, tools_of
-from megatron_drmas.team.trajectory import Outcome, ServiceFailure  # noqa: F401  where environments look for it
+from megatron_drmas.team.trajectory import Outcome
+from megatron_drmas.team.trajectory import ServiceFailure as ServiceFailure
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Environment:
     async def __aenter__(self) -> "Environment":
         return self
 
-    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
     async def call_tool(self, name: str, question: Question, arguments: dict[str, Any]) -> Any:
@@ -89,7 +91,7 @@ class Environment:
         """
         return await self._tools[name].call(question, arguments)
 
-    async def check(self) -> Optional[str]:
+    async def check(self) -> str | None:
         """Try what the environment relies on; called once, when the environment has been entered.
 
         Returns:

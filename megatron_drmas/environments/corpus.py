@@ -43,7 +43,9 @@ def parse_line(raw: bytes, path: Path, number: int) -> tuple[str, str]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise CorpusError(f"{expected}, got {key!r} with half of a surrogate pair, {text[error.start]!r}, which is no text") from error
+            raise CorpusError(
+                f"{expected}, got {key!r} with half of a surrogate pair, {text[error.start]!r}, which is no text"
+            ) from error
         if "\0" in text:
             raise CorpusError(f"{expected}, got {key!r} with a NUL character")
     return identity, contents

@@ -8,7 +8,6 @@ import os
 import shutil
 from itertools import islice
 from pathlib import Path
-from typing import Optional
 
 import faiss
 import numpy as np
@@ -34,7 +33,7 @@ class DenseIndex:
         return len(self._passages)
 
     @classmethod
-    def open(cls, corpus: "str | os.PathLike", encoder: Encoder, file: Optional[Path] = None) -> "DenseIndex":
+    def open(cls, corpus: "str | os.PathLike", encoder: Encoder, file: Path | None = None) -> "DenseIndex":
         """Encode `corpus` for exact search, or take what an earlier call left in `<corpus>.faiss/`.
 
         Args:

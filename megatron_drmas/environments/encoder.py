@@ -3,7 +3,6 @@
 import hashlib
 import threading
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
@@ -24,9 +23,7 @@ class Encoder:
         EncoderError: the folder is missing, or holds no encoder.
     """
 
-    def __init__(
-        self, folder: Path, query_prefix: Optional[str] = None, passage_prefix: Optional[str] = None, device: str = "cpu"
-    ):
+    def __init__(self, folder: Path, query_prefix: str | None = None, passage_prefix: str | None = None, device: str = "cpu"):
         """
         Args:
             query_prefix: put before every query ("query: " for E5); None: what the folder itself says, if anything.
@@ -67,7 +64,7 @@ class Encoder:
                     digest.update(hashlib.file_digest(file, "blake2b").digest())
         return digest.hexdigest()
 
-    def _encoded(self, encode, texts: list[str], prefix: Optional[str]) -> np.ndarray:
+    def _encoded(self, encode, texts: list[str], prefix: str | None) -> np.ndarray:
         settings = {} if prefix is None else {"prompt": prefix}
         with self._lock:
             vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)

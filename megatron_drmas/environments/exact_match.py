@@ -3,7 +3,6 @@
 import re
 import string
 import unicodedata
-from typing import Optional
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -44,7 +43,7 @@ def _without_punctuation(text: str) -> str:
     )
 
 
-def exact_match(answer: Optional[str], accepted: tuple[str, ...], normalization: str = "squad") -> float:
+def exact_match(answer: str | None, accepted: tuple[str, ...], normalization: str = "squad") -> float:
     """1.0 if the normalised answer is not blank and equals any normalised accepted answer, else 0.0."""
     if answer is None or not answer.strip():
         return 0.0

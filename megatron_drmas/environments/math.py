@@ -1,7 +1,6 @@
 """Mathematics questions; the return is 1 for a right answer and 0 otherwise."""
 
 from types import TracebackType
-from typing import Optional
 
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
@@ -26,7 +25,7 @@ class MathEnvironment(Environment):
         await self._grader.start()
         return self
 
-    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._grader.close()
 
     async def reward(self, question: Question, outcome: Outcome) -> float:

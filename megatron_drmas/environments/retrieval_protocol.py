@@ -8,7 +8,7 @@ another's "document", beside a "score".
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 RESULTS = ("result", "results")
 WRAPPERS = ("document", "doc", "passage")
@@ -20,7 +20,7 @@ class Dialect:
     """How a server wants to be asked."""
 
     many: bool  # a list of queries in a request, or one
-    scores: Optional[bool]  # the value of return_scores; None: without it
+    scores: bool | None  # the value of return_scores; None: without it
 
     def request(self, queries: list[str], topk: int) -> dict[str, Any]:
         """The request's body; `queries` holds one query unless the server takes many."""
@@ -32,7 +32,9 @@ class Dialect:
         return f"{'lists of queries' if self.many else 'one query a request'}, {scores}"
 
 
-DIALECTS = tuple(Dialect(many, scores) for many in (True, False) for scores in (False, True, None))  # in the order in which they are tried
+DIALECTS = tuple(
+    Dialect(many, scores) for many in (True, False) for scores in (False, True, None)
+)  # in the order in which they are tried
 
 
 def endpoint(url: str) -> str:
@@ -53,7 +55,11 @@ def read_answer(reply: Any, queries: int, dialect: Dialect) -> list[list[str]]:
     """
     result = next((reply[key] for key in RESULTS if key in reply), None) if isinstance(reply, dict) else reply
     if not isinstance(result, list):
-        held = f"an object with {', '.join(map(repr, list(reply)[:5])) or 'no key'}" if isinstance(reply, dict) else type(reply).__name__
+        held = (
+            f"an object with {', '.join(map(repr, list(reply)[:5])) or 'no key'}"
+            if isinstance(reply, dict)
+            else type(reply).__name__
+        )
         raise ValueError(f"a list of passages was expected as 'result', got {held}")
     if not dialect.many and not (len(result) == 1 and isinstance(result[0], list)):
         result = [result]

@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--encoder", type=Path, help="sentence-transformers folder (E5, BGE, …); default: rank by BM25")
     parser.add_argument("--query-prefix", help='before every query, "query: " for E5; default: what the encoder says')
     parser.add_argument("--passage-prefix", help='before every passage, "passage: " for E5; default: what the encoder says')
-    parser.add_argument("--index", type=Path, help="FAISS index of the corpus' vectors; default: made once, exact, beside the corpus")
+    parser.add_argument(
+        "--index", type=Path, help="FAISS index of the corpus' vectors; default: made once, exact, beside the corpus"
+    )
     parser.add_argument("--device", default="cpu", help="where the encoder runs (default: cpu; cuda has not been tried)")
     args = parser.parse_args(argv)
     if args.index and not args.encoder:

@@ -6,8 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Optional
 from urllib.parse import urlsplit
 
 from megatron_drmas.config.errors import ConfigError
@@ -33,10 +33,15 @@ class RetrievalService:
     """
 
     def __init__(
-        self, settings: RetrievalConfig, log: Path, start_timeout_s: float, restarted: Callable[[str, str], None], host: str = "127.0.0.1",
+        self,
+        settings: RetrievalConfig,
+        log: Path,
+        start_timeout_s: float,
+        restarted: Callable[[str, str], None],
+        host: str = "127.0.0.1",
     ):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.url: Optional[str] = None
+        self.url: str | None = None
         self._log = log
         self._start_timeout_s = start_timeout_s
         self._restarted = restarted
@@ -56,7 +61,9 @@ class RetrievalService:
         with self._log.open("ab") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", "megatron_drmas.environments.retrieval_server", *self._arguments],
-                stdout=subprocess.PIPE, stderr=errors, preexec_fn=die_with_parent,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                preexec_fn=die_with_parent,
                 start_new_session=True,  # a Ctrl-C in the terminal is the run's to handle
             )
 
@@ -68,9 +75,11 @@ class RetrievalService:
         """
         try:
             line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), self._start_timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             self._kill()
-            raise ServiceFailure(f"{NAME}: not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s); log: {self._log}") from error
+            raise ServiceFailure(
+                f"{NAME}: not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s); log: {self._log}"
+            ) from error
         if not line:
             raise ServiceFailure(f"{NAME}: ended with code {self._process.wait()} before it was ready; log: {self._log}")
         self.url = line.decode().strip()
@@ -122,7 +131,7 @@ class RetrievalService:
         self._process.kill()
         self._process.wait()
 
-    def _ended(self) -> Optional[int]:
+    def _ended(self) -> int | None:
         """The exit code of a server that is dead, or dying."""
         try:
             return self._process.wait(DYING_S)
@@ -140,23 +149,35 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
         ConfigError: the first setting that cannot work.
     """
     if not retrieval.url and not retrieval.corpus:
-        raise ConfigError("environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server")
+        raise ConfigError(
+            "environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server"
+        )
     if retrieval.url and not _is_address(retrieval.url):
         raise ConfigError("environment.retrieval.url", retrieval.url, "is no address", "give one such as http://HOST:8000")
     if retrieval.topk > MAX_TOPK:
-        raise ConfigError("environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}")
+        raise ConfigError(
+            "environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}"
+        )
     if retrieval.url and retrieval.encoder:
         problem = "the server at url ranks as it was started to"
         raise ConfigError("environment.retrieval.encoder", retrieval.encoder, problem, "leave one of the two out")
-    if files and retrieval.encoder and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json")):
-        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder")
+    if (
+        files
+        and retrieval.encoder
+        and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json"))
+    ):
+        raise ConfigError(
+            "environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder"
+        )
     if files and not retrieval.url:
         try:
             check_corpus(retrieval.corpus)
         except CorpusError as error:
             raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
         except OSError as error:
-            raise ConfigError("environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}') from error
+            raise ConfigError(
+                "environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}'
+            ) from error
 
 
 def die_with_parent() -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Awaitable, Callable, Optional
 
 import aiohttp
 
@@ -51,11 +51,11 @@ class SearchEnvironment(Environment):
 
     def __init__(self, config: EnvironmentConfig, place: Place = Place()):
         super().__init__(config, place)
-        self._service: Optional[RetrievalService] = None
-        self.recover: Optional[Callable[[str, str, bool], Awaitable[str]]] = None  # brings back a server of the run's own
+        self._service: RetrievalService | None = None
+        self.recover: Callable[[str, str, bool], Awaitable[str]] | None = None  # brings back a server of the run's own
         self._url = config.retrieval.url
         self._dialect = DIALECTS[0]
-        self._session: Optional[aiohttp.ClientSession] = None
+        self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Semaphore(config.retrieval.concurrency)
         self._waiting: list[tuple[str, asyncio.Future]] = []  # queries of this turn of the event loop
         self._tasks: set[asyncio.Task] = set()
@@ -85,7 +85,7 @@ class SearchEnvironment(Environment):
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
         return self
 
-    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for _, found in self._waiting:
             found.cancel()
         self._waiting.clear()
@@ -97,7 +97,7 @@ class SearchEnvironment(Environment):
             await self._session.close()
             self._session = None
 
-    async def check(self) -> Optional[str]:
+    async def check(self) -> str | None:
         """Find out how the server wants to be asked, so that a wrong address, a server that is gone or a `topk` it refuses
         ends the run before it begins."""
         settings = self.config.retrieval
@@ -114,7 +114,9 @@ class SearchEnvironment(Environment):
                 problems.append(error)
                 break
         problem = f"a query for topk={settings.topk} passages failed: {problems[0]}"
-        raise ConfigError("environment.retrieval.url", self._url, problem, "start the server there, or correct url or topk") from problems[0]
+        raise ConfigError(
+            "environment.retrieval.url", self._url, problem, "start the server there, or correct url or topk"
+        ) from problems[0]
 
     @tool("search", timeout_s=None, cause="retrieval")
     async def retrieve(self, query: str) -> list[str]:
@@ -135,7 +137,7 @@ class SearchEnvironment(Environment):
         waiting, self._waiting = self._waiting, []
         together = MOST_QUERIES if self._dialect.many else 1
         for start in range(0, len(waiting), together):
-            self._start(waiting[start:start + together])
+            self._start(waiting[start : start + together])
 
     def _start(self, asked: list[tuple[str, asyncio.Future]]) -> None:
         task = asyncio.ensure_future(self._answer(asked))
@@ -166,7 +168,7 @@ class SearchEnvironment(Environment):
     async def _insist(self, queries: list[str]) -> list[list[str]]:
         """Ask, and ask again, within the time limit, which begins when the first request leaves."""
         now, limit_s = asyncio.get_running_loop().time, self.config.retrieval.timeout_s
-        deadline: Optional[float] = None
+        deadline: float | None = None
         pause = PAUSES_S[0]
         while True:
             async with self._gate:
@@ -194,7 +196,7 @@ class SearchEnvironment(Environment):
         try:
             async with self._session.post(url, json=self._dialect.request(queries, settings.topk), timeout=timeout) as response:
                 body = await response.read()
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise _Unavailable(f"{url} gave no answer in {settings.timeout_s:g} s") from error
         except aiohttp.InvalidURL as error:
             raise _Refused(f"{url} is no address", again=False) from error
@@ -207,9 +209,11 @@ class SearchEnvironment(Environment):
             reply = json.loads(body)
         except (ValueError, RecursionError) as error:
             begins = body[:40].decode("utf-8", "replace")
-            raise _Unavailable(f"{url} answered 200 with {response.content_type} that is not JSON and begins {begins!r}") from error
+            raise _Unavailable(
+                f"{url} answered 200 with {response.content_type} that is not JSON and begins {begins!r}"
+            ) from error
         try:
-            answers = [passages[:settings.topk] for passages in read_answer(reply, len(queries), self._dialect)]
+            answers = [passages[: settings.topk] for passages in read_answer(reply, len(queries), self._dialect)]
         except ValueError as error:
             raise _Refused(f"{url}: {error}") from error
         return [passages[::-1] for passages in answers] if settings.order == "best_last" else answers

@@ -19,8 +19,8 @@ The torch functions here are the reference, the CPU path and the path of traject
 On CUDA, step-weighted advantages go through the Triton kernel in `agent_advantage_triton`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class CellStatistics:
         return (self.m2 / (self.count - 1).clamp(min=1)).sqrt_().mul_(self.spread)
 
 
-def cell_statistics(scores: Tensor, cell: Tensor, cells: int, magnitude: Optional[Tensor] = None) -> CellStatistics:
+def cell_statistics(scores: Tensor, cell: Tensor, cells: int, magnitude: Tensor | None = None) -> CellStatistics:
     """Two-pass statistics in float64; equal float32 scores have a sum of squares of exactly 0.
 
     Args:
@@ -104,7 +104,7 @@ def merge_statistics(parts: Sequence[CellStatistics]) -> CellStatistics:
     return merged
 
 
-def merge_over_ranks(statistics: CellStatistics, process_group: Optional[dist.ProcessGroup] = None) -> CellStatistics:
+def merge_over_ranks(statistics: CellStatistics, process_group: dist.ProcessGroup | None = None) -> CellStatistics:
     """The same statistics on every rank as if one rank had held all samples.
 
     Cells must have the same numbers on every rank.  Parts are merged in rank order, so every rank gets the same bits.
@@ -116,12 +116,7 @@ def merge_over_ranks(statistics: CellStatistics, process_group: Optional[dist.Pr
 
 
 def normalise(
-    scores: Tensor,
-    mean_cell: Tensor,
-    mean: CellStatistics,
-    std_cell: Optional[Tensor],
-    std: Optional[CellStatistics],
-    epsilon: float,
+    scores: Tensor, mean_cell: Tensor, mean: CellStatistics, std_cell: Tensor | None, std: CellStatistics | None, epsilon: float
 ) -> Tensor:
     """Row advantages (s - mean) / (std + epsilon), float32 [R]; without `std`, s - mean.  0 where a cell has no spread.
 
@@ -150,7 +145,7 @@ def agent_advantages(
     mean: str = "agent",
     std: str = "agent",
     epsilon: float = 1e-6,
-    magnitude: Optional[Tensor] = None,
+    magnitude: Tensor | None = None,
 ) -> Tensor:
     """Token-level advantages, every call being one sample (step weighting).
 
@@ -180,18 +175,13 @@ def agent_advantages(
         cells["agent"] = dense_index(group, agent)
     statistics = {name: cell_statistics(scores, *cells[name], magnitude) for name in {mean, std} - {"none"}}
     rows = normalise(
-        scores,
-        cells[mean][0],
-        statistics[mean],
-        cells[std][0] if std != "none" else None,
-        statistics.get(std),
-        epsilon,
+        scores, cells[mean][0], statistics[mean], cells[std][0] if std != "none" else None, statistics.get(std), epsilon
     )
     return expand_rows(rows, offsets.diff())
 
 
 def check_arguments(
-    scores: Tensor, group: Tensor, agent: Tensor, offsets: Tensor, mean: str, std: str, magnitude: Optional[Tensor]
+    scores: Tensor, group: Tensor, agent: Tensor, offsets: Tensor, mean: str, std: str, magnitude: Tensor | None
 ) -> int:
     """Refuse what `agent_advantages` and its Triton kernel cannot take as it is meant; returns the number of tokens.
 

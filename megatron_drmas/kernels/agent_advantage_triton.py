@@ -10,8 +10,6 @@ Tested under Triton's interpreter on the CPU against `kernels.agent_advantage`, 
 the compiled code has not run yet: `tools/gpu_check.sh advantage` is for a machine with one.
 """
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -130,7 +128,7 @@ def agent_advantages_triton(
     mean: str = "agent",
     std: str = "agent",
     epsilon: float = 1e-6,
-    magnitude: Optional[Tensor] = None,
+    magnitude: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.agent_advantage.agent_advantages`; all tensors on one CUDA device."""
     tokens = check_arguments(scores, group, agent, offsets, mean, std, magnitude)

@@ -12,7 +12,6 @@ A logit of -inf has probability 0: it adds nothing to H (p log p -> 0), has no g
 """
 
 import math
-from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,9 @@ LOWEST = -1e4  # exp of this is 0 in float64 too, and 0 x LOWEST is 0 where 0 x 
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,
-    tp_group: Optional[dist.ProcessGroup] = None,
+    tp_group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
-    vocab_size: Optional[int] = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both differentiable.
 
@@ -52,9 +51,9 @@ def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    tp_group: Optional[dist.ProcessGroup] = None,
+    tp_group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
-    vocab_size: Optional[int] = None,
+    vocab_size: int | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs(hidden @ weight.T, ...)` holding the logits of `chunk` tokens at a time, forward and backward.
@@ -80,14 +79,14 @@ def _check(temperature: float, rows: Tensor, targets: Tensor, width: int) -> Non
         )
 
 
-def _real_columns(columns: int, group: Optional[dist.ProcessGroup], vocab_size: Optional[int]) -> tuple[int, int]:
+def _real_columns(columns: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
     """The first vocabulary id of this rank's slice, and how many of its columns are not padding."""
     first = columns * (dist.get_rank(group) if group is not None else 0)
     real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
     return first, real
 
 
-def _reduce(values: Tensor, group: Optional[dist.ProcessGroup], op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
     if group is not None:
         dist.all_reduce(values, op, group=group)
     return values
@@ -103,7 +102,7 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _forward(
-    logits: Tensor, targets: Tensor, group: Optional[dist.ProcessGroup], temperature: float, columns: tuple[int, int]
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, temperature: float, columns: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log Z, [n] each.  `logits` is left as it is."""
     first, real = columns

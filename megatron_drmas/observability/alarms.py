@@ -1,9 +1,10 @@
 """Early warning: metrics that run away, named with their policy and agents; and episodes, in which an alarm is told once."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Iterable, Optional
+from typing import Any
 
 QUIET = 5  # steps without an alarm that end its episode
 WINDOW = 50  # steps of the running median
@@ -19,11 +20,11 @@ class Limit:
     """
 
     metric: str
-    most: Optional[float] = None  # absolute
-    above: Optional[float] = None  # times the running median
-    below: Optional[float] = None  # times the running median
-    far_above: Optional[float] = None  # times the start
-    far_below: Optional[float] = None  # times the start
+    most: float | None = None  # absolute
+    above: float | None = None  # times the running median
+    below: float | None = None  # times the running median
+    far_above: float | None = None  # times the start
+    far_below: float | None = None  # times the start
     floor: float = 0.0  # a smaller median counts as this, and nothing is below it
 
 
@@ -59,7 +60,7 @@ class Episode:
     began: int
     last: int
     worst: int  # step
-    beyond: Optional[float]  # how far at its worst, as a multiple of the limit; None: not finite
+    beyond: float | None  # how far at its worst, as a multiple of the limit; None: not finite
     problem: str  # the message at its worst, without the step
     open: bool = True
 
@@ -110,7 +111,7 @@ class Watch:
         causes: metric -> what in the configuration may explain its alarm.
     """
 
-    def __init__(self, agents_of: dict[str, list[str]], causes: Optional[dict[str, str]] = None):
+    def __init__(self, agents_of: dict[str, list[str]], causes: dict[str, str] | None = None):
         self._agents_of = agents_of
         self._causes = causes or {}
         self._seen: dict[tuple[str, str, str], _Seen] = {}
@@ -144,10 +145,12 @@ class Watch:
                             message = f"step {line['step']}: {limit.metric} of {self._called(scope, who)} {problem}"
                             if limit.metric in self._causes:
                                 message += f"; likely: {self._causes[limit.metric]}"
-                            alarms.append({"metric": limit.metric, "who": who, "value": value, "beyond": beyond, "message": message})
+                            alarms.append(
+                                {"metric": limit.metric, "who": who, "value": value, "beyond": beyond, "message": message}
+                            )
         return alarms
 
-    def _problem(self, limit: Limit, key: tuple[str, str, str], value: Optional[float]) -> Optional[tuple[Optional[float], str]]:
+    def _problem(self, limit: Limit, key: tuple[str, str, str], value: float | None) -> tuple[float | None, str] | None:
         """How far the value is beyond which limit; None where it keeps to all."""
         if value is None:
             return None, "is not finite"
@@ -157,12 +160,17 @@ class Watch:
         seen.add(value)
         if limit.most is not None and value > limit.most:
             return value / limit.most, f"is {value:.4g}, over {limit.most:g}"
-        references = ((usual, limit.above, limit.below, "its running median"), (start, limit.far_above, limit.far_below, "its start,"))
+        references = (
+            (usual, limit.above, limit.below, "its running median"),
+            (start, limit.far_above, limit.far_below, "its start,"),
+        )
         for reference, above, below, called in references:
             if reference is None:
                 continue
             if above is not None and value > above * max(reference, limit.floor):
-                return value / (above * max(reference, limit.floor)), f"is {value:.4g}, over {above:g} times {called} {reference:.4g}"
+                return value / (
+                    above * max(reference, limit.floor)
+                ), f"is {value:.4g}, over {above:g} times {called} {reference:.4g}"
             if below is not None and reference > limit.floor and value < below * reference:
                 return _times(below * reference, value), f"is {value:.4g}, under {below:.2g} times {called} {reference:.4g}"
         return None
@@ -178,7 +186,7 @@ class Watch:
         return f"policy {who} (agents {', '.join(agents)})" if agents else f"policy {who}"
 
 
-def _times(limit: float, value: float) -> Optional[float]:
+def _times(limit: float, value: float) -> float | None:
     """limit / value; None where that is no number."""
     return limit / value if value > 0 else None
 
@@ -190,7 +198,9 @@ def likely_causes(config: dict[str, Any]) -> dict[str, str]:
     if rollout.get("top_p", 1.0) < 1.0:
         causes.append(f"rollout.top_p = {rollout['top_p']:g} samples from a part of the distribution only")
     if precision.get("mode") == "fp32" and precision.get("rollout") == "bfloat16":
-        causes.append("precision.rollout = bfloat16 rounds the engines' weights, precision.mode = fp32 does not round the trainer's")
+        causes.append(
+            "precision.rollout = bfloat16 rounds the engines' weights, precision.mode = fp32 does not round the trainer's"
+        )
     if str(precision.get("mode")).startswith("fp8"):
         causes.append(f"precision.mode = {precision['mode']} rounds in the trainer only")
     return {"prob_ratio": ", ".join(causes)} if causes else {}

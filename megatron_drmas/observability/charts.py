@@ -4,8 +4,8 @@ Colours are CSS classes `c0` … `c7` of the page that embeds the chart.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence
 
 from markupsafe import Markup, escape
 
@@ -20,11 +20,11 @@ class Series:
 
     name: str
     colour: int
-    points: list[tuple[int, Optional[float]]]
+    points: list[tuple[int, float | None]]
 
 
 def line_chart(
-    series: Sequence[Series], log: bool = False, bounds: Optional[tuple[float, float]] = None, bins: str = "mean"
+    series: Sequence[Series], log: bool = False, bounds: tuple[float, float] | None = None, bins: str = "mean"
 ) -> Markup:
     """An SVG chart of some lines over steps.
 
@@ -61,7 +61,7 @@ def line_chart(
     return Markup("".join(parts) + "</svg>")
 
 
-def short(value: Optional[float]) -> str:
+def short(value: float | None) -> str:
     """A number in few characters."""
     if value is None:
         return "not finite"
@@ -73,15 +73,15 @@ def short(value: Optional[float]) -> str:
     return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _drawable(points: list[tuple[int, Optional[float]]], log: bool) -> list[tuple[int, Optional[float]]]:
+def _drawable(points: list[tuple[int, float | None]], log: bool) -> list[tuple[int, float | None]]:
     return [(step, value) for step, value in points if value is None or not log or value > 0]
 
 
-def _binned(points: list[tuple[int, Optional[float]]], bins: str) -> list[tuple[int, Optional[float]]]:
+def _binned(points: list[tuple[int, float | None]], bins: str) -> list[tuple[int, float | None]]:
     if len(points) <= MOST_POINTS:
         return points
     size = math.ceil(len(points) / MOST_POINTS)
-    binned: list[tuple[int, Optional[float]]] = []
+    binned: list[tuple[int, float | None]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         values = [value for _, value in part if value is not None]
@@ -91,7 +91,7 @@ def _binned(points: list[tuple[int, Optional[float]]], bins: str) -> list[tuple[
 
 
 def _linear_axis(
-    values: list[float], bounds: Optional[tuple[float, float]]
+    values: list[float], bounds: tuple[float, float] | None
 ) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
     low, high = min(values + list(bounds or ())), max(values + list(bounds or ()))
     if high - low <= 1e-9 * max(abs(high), abs(low)):

@@ -14,7 +14,8 @@ judges as an undisturbed one.
 """
 
 from collections import Counter
-from typing import Any, Iterable, Iterator, Optional, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from megatron_drmas.config.schema import HealthConfig, ShareConfig
 from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory
@@ -86,13 +87,16 @@ def count_step(trajectories: Sequence[Trajectory], zero_advantage: dict[str, Cou
     }
     return {
         "masked": count_masked(trajectories),
-        **{kind: {"team": [sum(column) for column in zip([0, 0], *found.values())], "agents": found} for kind, found in by_agent.items()},
+        **{
+            kind: {"team": [sum(column) for column in zip([0, 0], *found.values())], "agents": found}
+            for kind, found in by_agent.items()
+        },
         "found_nothing": {"team": [sum(not n for n in queries), len(queries)], "agents": {}},
         "rewarded": {"team": [sum(trajectory.reward > 0 for trajectory in finished), len(finished)], "agents": {}},
     }
 
 
-def refusal(trajectories: Sequence[Trajectory], config: HealthConfig, when: str) -> Optional[str]:
+def refusal(trajectories: Sequence[Trajectory], config: HealthConfig, when: str) -> str | None:
     """Why these trajectories must be neither trained on nor averaged: too many of them are masked; None if they may.
 
     Args:
@@ -144,8 +148,8 @@ class HealthRule:
 
     def __init__(self, config: HealthConfig):
         self._config = config
-        self._in_a_row: dict[tuple[str, Optional[str]], int] = {}
-        self.stop: Optional[str] = None
+        self._in_a_row: dict[tuple[str, str | None], int] = {}
+        self.stop: str | None = None
         self.healthy = True
 
     def check(self, line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -177,16 +181,20 @@ class HealthRule:
         for kind, what in WHAT.items():
             limits: ShareConfig = getattr(self._config, kind)
             over = list(_over(counts[kind], limits.warn, self._config.least_calls))
-            if not over or kind == "zero_advantage" and nothing:
+            if not over or (kind == "zero_advantage" and nothing):
                 continue
             agents = ", ".join(f"{who} {n} of {of}" for who, (n, of) in over if who)
-            causes = _listed({cause: count for cause, count in line["masked"].items() if cause != NO_SIGNAL}) if kind == "masked" else ""
+            causes = (
+                _listed({cause: count for cause, count in line["masked"].items() if cause != NO_SIGNAL})
+                if kind == "masked"
+                else ""
+            )
             for who, count in over[:1] if over[0][0] is None else over:
                 more = "; ".join(part for part in (causes, "" if who or len(counts[kind]["agents"]) == 1 else agents) if part)
                 problem = f"{_whose(who)}{count[0]} of {count[1]} {what}{f' ({more})' if more else ''}"
                 yield _alarm(kind, who or "team", share(count), limits.warn, f"step {step}: {problem}")
 
-    def _stops(self, line: dict[str, Any]) -> Iterator[tuple[str, Optional[str], str]]:
+    def _stops(self, line: dict[str, Any]) -> Iterator[tuple[str, str | None, str]]:
         """What is as bad as it may be for `patience` steps: kind, agent (None: the step), problem and remedy.
 
         A team that succeeds in everything has nothing to learn either, but no reason to stop for it.
@@ -202,7 +210,7 @@ class HealthRule:
                 yield kind, who, f"{problem}; {REMEDIES[kind]}"
 
 
-def _over(counts: dict[str, Any], limit: Optional[float], least_calls: int) -> Iterator[tuple[Optional[str], Count]]:
+def _over(counts: dict[str, Any], limit: float | None, least_calls: int) -> Iterator[tuple[str | None, Count]]:
     """Who is at the limit or above: None for the whole step, then agents."""
     if limit is None:
         return
@@ -213,17 +221,19 @@ def _over(counts: dict[str, Any], limit: Optional[float], least_calls: int) -> I
             yield agent, count
 
 
-def _whose(agent: Optional[str]) -> str:
+def _whose(agent: str | None) -> str:
     return f"agent {agent}: " if agent else ""
 
 
-def _why_nothing(counts: Counts) -> Optional[str]:
+def _why_nothing(counts: Counts) -> str | None:
     """Why the step teaches nothing, and what may help; None if any row of it has an advantage."""
     zero, rows = counts["zero_advantage"]["team"]
     if zero < rows:
         return None
     rewarded, finished = counts["rewarded"]["team"]
-    returned = {0: "no trajectory earned a reward", finished: "every trajectory earned a reward"}.get(rewarded, "no question's returns differ")
+    returned = {0: "no trajectory earned a reward", finished: "every trajectory earned a reward"}.get(
+        rewarded, "no question's returns differ"
+    )
     reasons = [returned] if finished else []
     remedy = REMEDIES["zero_advantage"]
     for kind in ("invalid", "truncated"):

@@ -7,8 +7,9 @@ its "end"; events ("start", "restart", "change") have happened and stay.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 EVENTS, RESULTS = ("start", "restart", "change"), ("step", "evaluation", "refused")
 
@@ -76,5 +77,5 @@ class History:
 
     def cut(self, step: int) -> None:
         """Keep the events, and the results of no more than `step` steps."""
-        kept = [line for line in self if line["kind"] in EVENTS or line["kind"] in RESULTS and line["step"] <= step]
+        kept = [line for line in self if line["kind"] in EVENTS or (line["kind"] in RESULTS and line["step"] <= step)]
         write_atomically(self.path, "".join(to_json(line) + "\n" for line in kept))

@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Callable, Optional
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn
@@ -26,7 +27,7 @@ class Progress:
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
 
-    def __init__(self, name: str, steps: int, console: Optional[Console] = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, name: str, steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self._name, self._steps = name, steps
         self._console = console or Console()
         self._clock = clock
@@ -79,7 +80,7 @@ class Progress:
         order = ("reward", "health", "evaluation", "left")
         news = " · ".join(self._news[key] for key in order if self._news.get(key))
         self._bars.update(self._task, completed=done, total=self._steps, news=f"{done}/{self._steps} · {news}")
-        if self._plain_line_due() or done == self._steps and not self._console.is_interactive:
+        if self._plain_line_due() or (done == self._steps and not self._console.is_interactive):
             self.note(f"step {done}/{self._steps} · {news}")
 
     def evaluation(self, line: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ def figures(values: dict[str, Any]) -> str:
     return f"reward {decimals(values['reward'])}, success {decimals(values['success'])}"
 
 
-def decimals(value: Optional[float]) -> str:
+def decimals(value: float | None) -> str:
     """A reward, or a share, to three decimals where that says something; "–" for none."""
     if value is None:
         return "–"

@@ -6,7 +6,7 @@ named below are the ones that the summary, the alarms and the report know by nam
 
 import math
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -58,8 +58,8 @@ class Share:
     questions: int
     reward: float
     success: float
-    reward_stderr: Optional[float]
-    success_stderr: Optional[float]
+    reward_stderr: float | None
+    success_stderr: float | None
 
 
 @dataclass
@@ -80,9 +80,9 @@ class EvaluationRecord:
     questions: int  # that have an unmasked answer
     reward: float  # avg@k: mean over a question's answers, then over questions
     success: float  # avg@k of success
-    reward_stderr: Optional[float]  # see `Share`
-    success_stderr: Optional[float]
-    pass_at_k: Optional[float]  # share of the questions with k unmasked answers where one succeeded; None: there is none
+    reward_stderr: float | None  # see `Share`
+    success_stderr: float | None
+    pass_at_k: float | None  # share of the questions with k unmasked answers where one succeeded; None: there is none
     pass_questions: int  # questions with k unmasked answers
     by_source: dict[str, Share] = field(default_factory=dict)  # by hop or data source
     masked: dict[str, int] = field(default_factory=dict)  # cause -> trajectories that could not be run to their end
@@ -90,11 +90,15 @@ class EvaluationRecord:
     trained_on: int = 0  # of `questions`: those that are training questions too
 
 
-def name_questions(questions: int, trained_on: Optional[int]) -> str:
+def name_questions(questions: int, trained_on: int | None) -> str:
     """What evaluation questions are called: held-out only where none of them is trained on."""
     if not trained_on:
         return f"{questions} held-out questions"
-    return f"{questions} training questions" if trained_on >= questions else f"{questions} questions, {trained_on} of them training questions"
+    return (
+        f"{questions} training questions"
+        if trained_on >= questions
+        else f"{questions} questions, {trained_on} of them training questions"
+    )
 
 
 @dataclass
@@ -106,7 +110,7 @@ class TurnRecord:
     index: int  # position among the trajectory's calls
     prompt: str  # as the model saw it: with the chat template and its marks
     response: str
-    content: Optional[str]  # what the agent's parser accepted
+    content: str | None  # what the agent's parser accepted
     valid: bool  # the output could be parsed
     finish_reason: str  # stop | length
     prompt_tokens: int
@@ -114,14 +118,14 @@ class TurnRecord:
     max_response_tokens: int
     weight_version: int
     reward: float = 0.0  # of this call by itself
-    logprob_mean: Optional[float] = None  # engine's log-probabilities of the response tokens
-    logprob_min: Optional[float] = None
+    logprob_mean: float | None = None  # engine's log-probabilities of the response tokens
+    logprob_min: float | None = None
     trained: bool = False  # its agent learned from it
-    score: Optional[float] = None  # what the advantage was computed from; None: masked, or in an evaluation
-    advantage: Optional[float] = None
-    prompt_ids: Optional[list[int]] = None  # with logging.token_ids
-    response_ids: Optional[list[int]] = None
-    logprobs: Optional[list[float]] = None
+    score: float | None = None  # what the advantage was computed from; None: masked, or in an evaluation
+    advantage: float | None = None
+    prompt_ids: list[int] | None = None  # with logging.token_ids
+    response_ids: list[int] | None = None
+    logprobs: list[float] | None = None
 
 
 @dataclass
@@ -134,13 +138,13 @@ class TrajectoryRecord:
     group: int  # position of the question in the step or evaluation
     sample: int  # position among the question's trajectories
     expected: list[str]  # accepted answers
-    answer: Optional[str]  # the team's; None when it gave none
+    answer: str | None  # the team's; None when it gave none
     reward: float
     success: bool
     turns: list[TurnRecord]
     role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of what its calls earned by themselves
     info: dict[str, Any] = field(default_factory=dict)  # what the workflow says of its outcome
-    masked: Optional[str] = None  # cause, when it was left out of the update or of the averages
+    masked: str | None = None  # cause, when it was left out of the update or of the averages
 
 
 def plain(value: Any) -> Any:

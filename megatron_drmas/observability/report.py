@@ -11,10 +11,11 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any
 
 import yaml
 
@@ -47,7 +48,7 @@ class Plot:
     title: str
     hint: str = ""
     log: bool = False
-    bounds: Optional[tuple[float, float]] = None
+    bounds: tuple[float, float] | None = None
     bins: str = "mean"
     minus: float = 0.0  # taken from the value
 
@@ -221,7 +222,7 @@ def results(run: Run) -> list[dict[str, Any]]:
     return tables
 
 
-def _row(name: str, before: Optional[dict[str, Any]], after: Optional[dict[str, Any]]) -> dict[str, Any]:
+def _row(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "questions": (after or before)["questions"]}
     for figure in ("success", "reward"):
         values = [part and part[figure] for part in (before, after)]
@@ -293,7 +294,7 @@ def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str
     return charts
 
 
-def _points(steps: list[dict[str, Any]], scope: str, name: str, plot: Plot) -> list[tuple[int, Optional[float]]]:
+def _points(steps: list[dict[str, Any]], scope: str, name: str, plot: Plot) -> list[tuple[int, float | None]]:
     found = [(line["step"], line[scope].get(name, {})) for line in steps]
     values = [(step, metrics[plot.metric]) for step, metrics in found if plot.metric in metrics]
     return [(step, None if value is None else value - plot.minus) for step, value in values]
@@ -353,7 +354,7 @@ def seen(text: str) -> str:
     return shown + (f"\n… and {len(text) - MOST_TEXT} more characters" if len(text) > MOST_TEXT else "")
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_drmas.observability.report", description="Rebuild report.html of a run."
     )

@@ -17,10 +17,11 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any
 
 import psutil
 import yaml
@@ -66,7 +67,7 @@ class RunLog:
         name: str,
         seed: int,
         steps: int,
-        resume_step: Optional[int] = None,
+        resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         health: HealthConfig = HealthConfig(),
     ):
@@ -79,7 +80,7 @@ class RunLog:
         self._finished = False
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         self._history = History(self._run_dir / "metrics.jsonl")
-        self._tensorboard: Optional[TensorBoard] = None
+        self._tensorboard: TensorBoard | None = None
         if resume_step is None:
             self._history.path.unlink(missing_ok=True)
         else:
@@ -143,14 +144,14 @@ class RunLog:
     def started(self) -> None:
         """The processes are up: phases so far were start-up.  Start-up seconds count from the start of this process."""
         seconds = time.time() - psutil.Process().create_time()
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         line = self._write("start", self._start_step, time=now, startup_seconds=seconds)
         imports = seconds - sum(line["seconds"].values())  # before there was a log
         self._progress.started(seconds, {"imports": imports, **line["seconds"]})
         if self._start_step > 0:
             self.log_restart("resumed")
 
-    def log_step(self, record: StepRecord) -> Optional[str]:
+    def log_step(self, record: StepRecord) -> str | None:
         """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line.
 
         Returns:
@@ -160,7 +161,9 @@ class RunLog:
         alarms = self._judge(values)
         line = self._write("step", alarms=alarms, **values)
         self._to_tensorboard(line)
-        begun, ended = self._episodes.add(record.step, alarms)  # every alarm is in metrics.jsonl; its beginning and its end are said
+        begun, ended = self._episodes.add(
+            record.step, alarms
+        )  # every alarm is in metrics.jsonl; its beginning and its end are said
         with self.contained("the step's line"):
             for episode in begun:
                 self._progress.note(f"warning: {episode.text()}", style="yellow")
@@ -212,7 +215,9 @@ class RunLog:
             cause: under which it is counted.
             detail: what had happened.
         """
-        self._append({"kind": "restart", "step": self._summary.as_dict()["step"], "seconds": {}, "cause": cause, "detail": detail})
+        self._append(
+            {"kind": "restart", "step": self._summary.as_dict()["step"], "seconds": {}, "cause": cause, "detail": detail}
+        )
         self.note(f"restart: {cause}{f' ({detail})' if detail else ''}", style="yellow")
 
     def log_changes(self, changes: dict[str, tuple[Any, Any]]) -> None:
@@ -337,7 +342,7 @@ def closing_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     return closing_lines(summary, {what: str(path) for what, path in places.items() if path.exists()})
 
 
-def finished_summary(run_dir: Path, steps: int) -> Optional[dict[str, Any]]:
+def finished_summary(run_dir: Path, steps: int) -> dict[str, Any] | None:
     """The summary of a run that has come to its end after `steps` steps; None if it has not, or cannot be read."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())

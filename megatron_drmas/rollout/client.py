@@ -5,8 +5,9 @@ in one answer, so a thousand short calls do not cost a thousand messages.
 """
 
 import asyncio
+from collections.abc import Awaitable
 from types import TracebackType
-from typing import Awaitable, Optional, Protocol
+from typing import Protocol
 
 from megatron_drmas.rollout.engine_messages import Request, Sample
 
@@ -57,7 +58,7 @@ class PolicyClient:
             self._start(self._poll(index), index)
         return self
 
-    async def __aexit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -69,7 +70,7 @@ class PolicyClient:
         return len(self._waiting)
 
     def generate(
-        self, prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int,
+        self, prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int
     ) -> "asyncio.Future[Sample]":
         """Ask for one response.
 

@@ -1,7 +1,7 @@
 """Trajectories → `TurnBatch`."""
 
+from collections.abc import Iterable
 from itertools import chain
-from typing import Iterable
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from megatron_drmas.batch import TurnBatch, offsets_of
 from megatron_drmas.team.trajectory import Trajectory
 
 
-def collate(trajectories: Iterable[Trajectory], agents: tuple[str, ...], policies: tuple[str, ...], trainable: set[str]) -> TurnBatch:
+def collate(
+    trajectories: Iterable[Trajectory], agents: tuple[str, ...], policies: tuple[str, ...], trainable: set[str]
+) -> TurnBatch:
     """The turns of all trajectories that did not fail, in order.
 
     Args:
@@ -53,7 +55,8 @@ def collate(trajectories: Iterable[Trajectory], agents: tuple[str, ...], policie
         response_limits=ints(turn.limit for turn in turns),
         verdict=ints(turn.verdict for turn in turns),
         state=ints(hash(tuple(turn.prompt_ids)) for turn in turns),
-        agents=agents, policies=policies,
+        agents=agents,
+        policies=policies,
     )
 
 

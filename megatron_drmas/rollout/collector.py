@@ -12,8 +12,9 @@ import contextlib
 import hashlib
 import math
 from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, AsyncIterator, Awaitable, Callable, Iterable, Optional
+from typing import Any
 
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RolloutConfig
@@ -24,7 +25,9 @@ from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Agent, Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
 
-PROMPT_END = 16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
+PROMPT_END = (
+    16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
+)
 
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -76,8 +79,13 @@ class Collector:
     """
 
     def __init__(
-        self, team: Team, environment: Environment, clients: dict[str, PolicyClient], tokenizers: dict[str, ChatTokenizer],
-        config: RolloutConfig, seed: int,
+        self,
+        team: Team,
+        environment: Environment,
+        clients: dict[str, PolicyClient],
+        tokenizers: dict[str, ChatTokenizer],
+        config: RolloutConfig,
+        seed: int,
     ):
         self.team = team
         self.environment = environment
@@ -89,7 +97,7 @@ class Collector:
         self._lockstep = any(client.lockstep for client in clients.values())
 
     async def collect(
-        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False
     ) -> list[Trajectory]:
         """Run the workflow `samples` times on each question.
 
@@ -103,7 +111,7 @@ class Collector:
         return [trajectory for group in sorted(groups, key=lambda group: group[0].group) for trajectory in group]
 
     async def groups(
-        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False
     ) -> AsyncIterator[list[Trajectory]]:
         """As `collect`, a question at a time: its trajectories, in the order of their samples, when the last has finished."""
         waiting: dict[int, list[Trajectory]] = defaultdict(list)
@@ -114,11 +122,13 @@ class Collector:
                     yield sorted(waiting.pop(trajectory.group), key=lambda each: each.sample)
 
     async def stream(
-        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False,
+        self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False
     ) -> AsyncIterator[Trajectory]:
         """As `collect`, each trajectory when it has finished; closing the stream ends those that still run."""
-        trajectories = [Trajectory(question, group, sample) for group, question in enumerate(questions) for sample in range(samples)]
-        finished: asyncio.Queue[Optional[Trajectory]] = asyncio.Queue()
+        trajectories = [
+            Trajectory(question, group, sample) for group, question in enumerate(questions) for sample in range(samples)
+        ]
+        finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
 
         async def run(trajectory: Trajectory) -> None:
             await self._run(trajectory, sampling, use_turn_rewards)
@@ -143,7 +153,7 @@ class Collector:
         width = self.config.max_in_flight
         if self._lockstep:
             for start in range(0, len(trajectories), width):
-                part = trajectories[start:start + width]
+                part = trajectories[start : start + width]
                 self.live = len(part)
                 await together(map(run, part))
             return
@@ -189,7 +199,7 @@ class _TrajectoryContext:
         self._sampling = sampling
         self.use_turn_rewards = use_turn_rewards
         self._calls = 0
-        self._grades: dict[Optional[str], float] = {}
+        self._grades: dict[str | None, float] = {}
 
     async def call(self, role: str, **variables: Any) -> Turn:
         """Prompt, sample, parse, and append the turn; its seed depends on its place in the run alone."""
@@ -200,10 +210,15 @@ class _TrajectoryContext:
         limit = agent.config.max_response_tokens or self._collector.config.max_response_tokens
         index, self._calls = self._calls, self._calls + 1
         seed = call_seed(
-            self._collector.seed, self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample, index,
+            self._collector.seed,
+            self._sampling.stream,
+            self._trajectory.group,
+            self._trajectory.question.id,
+            self._trajectory.sample,
+            index,
         )
         response = self._collector.clients[policy].generate(
-            prompt_ids, seed, self._sampling.temperature, self._sampling.top_p, limit,
+            prompt_ids, seed, self._sampling.temperature, self._sampling.top_p, limit
         )
         self._collector.next_round()
         sample = await response
@@ -213,8 +228,18 @@ class _TrajectoryContext:
             raise TrajectoryFailure("engine", sample.error or f"empty response of {agent.name!r}")
         text = tokenizer.text(sample.token_ids)
         turn = Turn(
-            agent.name, policy, index, messages, prompt_ids, sample.token_ids, sample.logprobs, limit, sample.finish_reason,
-            sample.weight_version, text, agent.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
+            agent.name,
+            policy,
+            index,
+            messages,
+            prompt_ids,
+            sample.token_ids,
+            sample.logprobs,
+            limit,
+            sample.finish_reason,
+            sample.weight_version,
+            text,
+            agent.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
         )
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
@@ -248,7 +273,7 @@ class _TrajectoryContext:
             self._trajectory.found.append(len(result))
         return result
 
-    async def grade(self, answer: Optional[str]) -> float:
+    async def grade(self, answer: str | None) -> float:
         return await self.reward(Outcome(answer))
 
     async def reward(self, outcome: Outcome) -> float:
@@ -274,7 +299,10 @@ class _TrajectoryContext:
             prompt_ids = self._collector.tokenizers[agent.config.policy].prompt_ids(messages)
             if len(prompt_ids) <= limit:
                 return messages, prompt_ids
-            history: Optional[list] = variables.get("history")
+            history: list | None = variables.get("history")
             if not history:
-                raise TrajectoryFailure("prompt_too_long", f"prompt of {agent.name!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}")
+                raise TrajectoryFailure(
+                    "prompt_too_long",
+                    f"prompt of {agent.name!r} has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {limit}",
+                )
             variables = {**variables, "history": history[1:]}

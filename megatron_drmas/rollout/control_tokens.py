@@ -9,8 +9,8 @@ content holds, by a copy of the tokenizer that knows no other name for them.
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Iterable, Optional
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -39,7 +39,9 @@ class ControlTokens:
         added, stop_ids = tokenizer.added_tokens_decoder, set(stop_ids)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self.special = frozenset(token.content for id, token in added.items() if token.special or id in stop_ids)
-        self._names = {id: token.content for id, token in added.items() if token.content in self.special or MARK.fullmatch(token.content)}
+        self._names = {
+            id: token.content for id, token in added.items() if token.content in self.special or MARK.fullmatch(token.content)
+        }
         self.ids = {content: id for id, content in self._names.items()}
         self._all, self._special = _Finder(self.ids), _Finder(self.special)
         # Normalisation can make a control token of other characters, such as full-width brackets.
@@ -100,7 +102,7 @@ class ControlTokens:
     @cached_property
     def _aliases(self) -> dict[str, str]:
         secret = secrets.token_hex(8)  # no content can spell what it cannot know
-        return {name: f"\U000F0000{secret}{number}\U000F0000" for number, name in enumerate(self.ids)}
+        return {name: f"\U000f0000{secret}{number}\U000f0000" for number, name in enumerate(self.ids)}
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -165,11 +167,12 @@ class _Finder:
     def places(self, text: str) -> list[int]:
         """Where one of the strings begins, or what is left of the text is the beginning of one."""
         return [
-            place for place in (match.start() for match in self._first.finditer(text))
-            if self._whole.match(text, place) or len(text) - place < self._longest and text[place:] in self._prefixes
+            place
+            for place in (match.start() for match in self._first.finditer(text))
+            if self._whole.match(text, place) or (len(text) - place < self._longest and text[place:] in self._prefixes)
         ]
 
-    def name_at(self, text: str, place: int) -> Optional[str]:
+    def name_at(self, text: str, place: int) -> str | None:
         """The longest string that begins there."""
         match = self._whole.match(text, place)
         return match.group() if match else None

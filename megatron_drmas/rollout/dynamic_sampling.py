@@ -1,6 +1,6 @@
 """New questions for those whose trajectories all return the same (DAPO's dynamic sampling, arXiv 2503.14476)."""
 
-from typing import Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from megatron_drmas.data.questions import Question
 from megatron_drmas.rollout.collector import Sampling

@@ -4,8 +4,9 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any
 
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
@@ -35,15 +36,15 @@ class Engine:
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
-        self._core: "LLMCore"
-        self._thread: Optional[threading.Thread] = None
+        self._core: LLMCore
+        self._thread: threading.Thread | None = None
         # What the thread has to do: requests to admit, a command and its answer, or None to end.
-        self._inbox: "queue.SimpleQueue[list[Request] | tuple[Callable[[], Any], Future] | None]" = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[Request] | tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._backlog: list[list[Request]] = []  # submits that wait for an empty engine
         self._lock = threading.Lock()  # of what follows
         self._finished: list[Sample] = []
-        self._waiter: Optional[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = None
-        self._death: Optional[BaseException] = EngineError("it was never started")
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._death: BaseException | None = EngineError("it was never started")
 
     def start(self) -> dict:
         """Load the model; returns when requests can be submitted.
@@ -56,7 +57,7 @@ class Engine:
         """
         began = time.monotonic()
         check_environment(self.settings)
-        ready: "Future[dict]" = Future()
+        ready: Future[dict] = Future()
         self._thread = threading.Thread(target=self._serve, args=(ready,), name=f"engine-{self.settings.name}", daemon=True)
         self._thread.start()
         facts = ready.result()

@@ -1,7 +1,7 @@
 """What travels between the driver and an engine: plain data that imports neither torch nor vLLM."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Optional, Sequence
 
 from megatron_drmas.config.schema import EngineConfig
 
@@ -78,7 +78,7 @@ class Sample:
     logprobs: list[float]
     finish_reason: str
     weight_version: int
-    error: Optional[str] = None
+    error: str | None = None
 
 
 class EngineError(RuntimeError):

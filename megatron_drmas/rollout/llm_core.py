@@ -3,7 +3,8 @@
 import math
 import time
 from collections import Counter
-from typing import Any, Iterable, Optional
+from collections.abc import Iterable
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -12,7 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-import megatron_drmas.weight_sync.extension  # noqa: F401  (registers the shm back end where vLLM looks its name up)
+import megatron_drmas.weight_sync.extension  # noqa: F401  registers
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import engine_args
 from megatron_drmas.weight_sync.errors import WeightSyncError
@@ -30,7 +31,7 @@ class LLMCore:
     """
 
     def __init__(self, settings: EngineSettings):
-        self.incomplete: Optional[str] = None
+        self.incomplete: str | None = None
         self.counts: Counter = Counter()
         self._manifest = Manifest.of_folder(settings.model, settings.dtype)
         self._stop_ids = list(settings.stop_ids)
@@ -162,7 +163,7 @@ class LLMCore:
     def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, kwargs=arguments)
 
-    def _objection(self, request: Request) -> Optional[str]:
+    def _objection(self, request: Request) -> str | None:
         ids = request.prompt_ids
         if not ids:
             return "the prompt is empty"
@@ -176,8 +177,15 @@ class LLMCore:
 
     def _sampling_params(self, request: Request) -> SamplingParams:
         return SamplingParams(
-            temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens, logprobs=0,
-            flat_logprobs=True, stop_token_ids=self._stop_ids, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _sample(self, output: RequestOutput) -> Sample:

@@ -9,7 +9,7 @@ import json
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
@@ -32,7 +32,7 @@ class ChatError(ValueError):
         option: the name in `template_options`; None: the model folder is at fault.
     """
 
-    def __init__(self, problem: str, remedy: str, option: Optional[str] = None):
+    def __init__(self, problem: str, remedy: str, option: str | None = None):
         super().__init__(f"{problem}; {remedy}")
         self.problem, self.remedy, self.option = problem, remedy, option
 
@@ -86,7 +86,7 @@ class ChatTokenizer:
         self._model = model
         self._tokenizer = load_tokenizer(model)
         self._options = template_options
-        self._vocab_size: Optional[int] = _read(model, "config.json").get("vocab_size")
+        self._vocab_size: int | None = _read(model, "config.json").get("vocab_size")
         self.notices: list[str] = []
         self._checked_roles: set[tuple[str, ...]] = set()
         largest, name = max((id, token) for token, id in self._tokenizer.get_vocab().items())
@@ -131,11 +131,11 @@ class ChatTokenizer:
             problem = "the chat template renders the prompt differently before the answer"
             raise ChatError(problem, "use a template that only appends")
         prompt_ids, ids = self._control.encode(prompt, mask), self._control.encode(whole, mask)
-        response = ids[len(prompt_ids):]
-        if ids[:len(prompt_ids)] != prompt_ids:  # a token across the border, which could not be sampled
-            response = self._control.encode(whole[len(prompt):], mask)
+        response = ids[len(prompt_ids) :]
+        if ids[: len(prompt_ids)] != prompt_ids:  # a token across the border, which could not be sampled
+            response = self._control.encode(whole[len(prompt) :], mask)
         if self.end_of_turn in response:
-            response = response[:response.index(self.end_of_turn)]
+            response = response[: response.index(self.end_of_turn)]
         return prompt_ids, [*response, self.end_of_turn]
 
     def prompt_text(self, prompt_ids: list[int]) -> str:
@@ -195,23 +195,27 @@ class ChatTokenizer:
         for message in messages:
             if message["content"] not in rendered:
                 role = message["role"]
-                raise ChatError(f"its chat template leaves out what the {role} says", f"use another template, or no {role} message")
+                raise ChatError(
+                    f"its chat template leaves out what the {role} says", f"use another template, or no {role} message"
+                )
         self._checked_roles.add(roles)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options,
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
             )
         except EXPRESSION_ERRORS as error:
-            problem = f"its chat template cannot render {' + '.join(message['role'] for message in messages)} messages ({_line(error)})"
+            problem = (
+                f"its chat template cannot render {' + '.join(message['role'] for message in messages)} messages ({_line(error)})"
+            )
             raise ChatError(problem, "use another template, or other messages") from error
 
     @cached_property
     def _tokens(self) -> set[int]:
         return set(self._tokenizer.get_vocab().values())
 
-    def _template_end(self) -> Optional[int]:
+    def _template_end(self) -> int | None:
         """The first control token after what the assistant has said."""
         *_, answer = messages = probe(("user", "assistant"))
         whole = self._render(messages)
@@ -232,7 +236,11 @@ class ChatTokenizer:
             for id in sources[file]:
                 if id not in added:
                     known = id in self._tokens
-                    token = f"the ordinary token {self._tokenizer.convert_ids_to_tokens(id)!r}" if known else "no token of its tokenizer"
+                    token = (
+                        f"the ordinary token {self._tokenizer.convert_ids_to_tokens(id)!r}"
+                        if known
+                        else "no token of its tokenizer"
+                    )
                     raise ChatError(f"its {file} has eos_token_id {id}, which is {token}", remedy)
         first = set(sources[EOS_FILES[0]] or sources[EOS_FILES[1]])
         if any(not first.issuperset(ids) for ids in sources.values()):
@@ -277,7 +285,9 @@ class ChatTokenizer:
         rendered = self._render(probe(("user",)), add_generation_prompt=True)
         strange = sorted({name for name in LOOKS_LIKE_CONTROL.findall(rendered) if name not in self._control.ids})
         if strange:
-            self.notices.append(f"the chat template writes {', '.join(strange)}, which the tokenizer does not know: it is plain text to the model")
+            self.notices.append(
+                f"the chat template writes {', '.join(strange)}, which the tokenizer does not know: it is plain text to the model"
+            )
 
 
 def probe(roles: tuple[str, ...]) -> list[dict[str, str]]:

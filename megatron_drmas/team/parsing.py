@@ -6,11 +6,11 @@ thing that looks like an answer.  The content is what a workflow takes apart and
 
 import json
 import re
-from typing import Callable, Optional
+from collections.abc import Callable
 
 from megatron_drmas.config.schema import AgentConfig
 
-Parser = Callable[[str, AgentConfig], Optional[str]]
+Parser = Callable[[str, AgentConfig], str | None]
 PARSERS: dict[str, Parser] = {}
 
 THINK_OPEN, THINK_CLOSED = "<think>", "</think>"  # of Qwen3, DeepSeek-R1 and most other models that reason before they answer
@@ -32,7 +32,7 @@ def register_parser(name: str) -> Callable[[Parser], Parser]:
 
 
 @register_parser("tag")
-def parse_tag(text: str, agent: AgentConfig) -> Optional[str]:
+def parse_tag(text: str, agent: AgentConfig) -> str | None:
     """The content of the only `<tag>…</tag>`; None if the pair is missing, repeated, reversed or empty.
 
     With `choices` the content must be one of them, whatever its case, and is returned in the choice's spelling.
@@ -49,7 +49,7 @@ def parse_tag(text: str, agent: AgentConfig) -> Optional[str]:
 
 
 @register_parser("tags")
-def parse_tags(text: str, agent: AgentConfig) -> Optional[str]:
+def parse_tags(text: str, agent: AgentConfig) -> str | None:
     """The contents of all `<tag>…</tag>` pairs as a JSON list; None without a pair, or if one is unclosed, nested or empty."""
     opening, closing = f"<{agent.tag}>", f"</{agent.tag}>"
     contents = []
@@ -62,18 +62,18 @@ def parse_tags(text: str, agent: AgentConfig) -> Optional[str]:
 
 
 @register_parser("boxed")
-def parse_boxed(text: str, agent: AgentConfig) -> Optional[str]:
+def parse_boxed(text: str, agent: AgentConfig) -> str | None:
     r"""The content of the last `\boxed{…}`; None without one, or if it is unclosed or empty."""
     return last_boxed(text)
 
 
 @register_parser("text")
-def parse_text(text: str, agent: AgentConfig) -> Optional[str]:
+def parse_text(text: str, agent: AgentConfig) -> str | None:
     """The whole text, unless it is blank."""
     return text.strip() or None
 
 
-def last_boxed(text: str) -> Optional[str]:
+def last_boxed(text: str) -> str | None:
     r"""The content of the last box in `text`: `\boxed{…}` or, as the MATH data set also writes, `\fbox{…}` or `\boxed …`.
 
     Spaces may stand before the brace, braces are balanced, and escaped ones (`\{`) are text.  Without a brace the content ends
@@ -93,7 +93,7 @@ def last_boxed(text: str) -> Optional[str]:
     return None
 
 
-def after_reasoning(text: str, prompt_end: str = "") -> Optional[str]:
+def after_reasoning(text: str, prompt_end: str = "") -> str | None:
     """What a model says when it has reasoned: what follows the last `</think>`, or all of a text that has no such tags.
 
     Args:
@@ -105,4 +105,4 @@ def after_reasoning(text: str, prompt_end: str = "") -> Optional[str]:
     """
     _, closed, answer = text.rpartition(THINK_CLOSED)
     opened = prompt_end.rstrip().endswith(THINK_OPEN)
-    return None if THINK_OPEN in answer or opened and not closed else answer
+    return None if THINK_OPEN in answer or (opened and not closed) else answer

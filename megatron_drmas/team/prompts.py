@@ -1,6 +1,6 @@
 """Agents' prompts: Jinja templates from the configuration, rendered with the workflow's variables."""
 
-from functools import lru_cache
+from functools import cache
 
 from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compile_prompt(template: str) -> Template:
     """The compiled template.
 

@@ -1,7 +1,7 @@
 """A team: its agents with their prompts and parsers, its workflow, and the agent→policy map."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from megatron_drmas.config.schema import AgentConfig, TeamConfig
 from megatron_drmas.team.parsing import PARSERS, after_reasoning
@@ -23,7 +23,7 @@ class Agent:
             messages.insert(0, {"role": "system", "content": self.config.system})
         return messages
 
-    def parse(self, text: str, prompt_end: str = "") -> Optional[str]:
+    def parse(self, text: str, prompt_end: str = "") -> str | None:
         """The content of an output, or None if it is malformed or its reasoning is not finished.
 
         Args:

@@ -20,9 +20,10 @@ question there.
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Awaitable, Callable, Optional, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import ServiceFailure, TrajectoryFailure
@@ -44,7 +45,7 @@ class Tool:
 
     name: str
     function: ToolFunction
-    timeout_s: Optional[float] = 60.0
+    timeout_s: float | None = 60.0
     cause: str = "tool"
 
     def __post_init__(self):
@@ -80,7 +81,7 @@ class Tool:
             return await asyncio.wait_for(self.function(**arguments), self.timeout_s)
         except (TrajectoryFailure, ServiceFailure):
             raise
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             limit = "in time" if self.timeout_s is None else f"in {self.timeout_s:g} s"
             raise TrajectoryFailure(self.cause, f"tool {self.name!r} did not end {limit}") from error
         except Exception as error:  # whatever a user's tool, or a library that it calls, raises
@@ -89,7 +90,9 @@ class Tool:
     def _check(self, arguments: dict[str, Any]) -> None:
         needed = {name for name, parameter in self.parameters.items() if parameter.default is inspect.Parameter.empty}
         if needed - arguments.keys() or arguments.keys() - self.parameters.keys():
-            raise TypeError(f"tool {self.name!r} takes {', '.join(self.parameters) or 'no arguments'}, not {', '.join(arguments) or 'none'}")
+            raise TypeError(
+                f"tool {self.name!r} takes {', '.join(self.parameters) or 'no arguments'}, not {', '.join(arguments) or 'none'}"
+            )
         for name, value in arguments.items():
             wanted = self.hints.get(name)
             if isinstance(wanted, type) and not isinstance(value, (int, float) if wanted is float else wanted):
@@ -99,7 +102,7 @@ class Tool:
 TOOLS: dict[str, Tool] = {}
 
 
-def register_tool(name: str, timeout_s: Optional[float] = 60.0) -> Callable[[ToolFunction], ToolFunction]:
+def register_tool(name: str, timeout_s: float | None = 60.0) -> Callable[[ToolFunction], ToolFunction]:
     """Make a coroutine function available to every environment as a tool."""
 
     def add(function: ToolFunction) -> ToolFunction:
@@ -111,7 +114,7 @@ def register_tool(name: str, timeout_s: Optional[float] = 60.0) -> Callable[[Too
     return add
 
 
-def tool(name: str, timeout_s: Optional[float] = 60.0, cause: str = "tool") -> Callable[[ToolFunction], ToolFunction]:
+def tool(name: str, timeout_s: float | None = 60.0, cause: str = "tool") -> Callable[[ToolFunction], ToolFunction]:
     """Mark an environment's method as a tool; the arguments are `Tool`'s."""
 
     def mark(method: ToolFunction) -> ToolFunction:
@@ -124,4 +127,6 @@ def tool(name: str, timeout_s: Optional[float] = 60.0, cause: str = "tool") -> C
 def tools_of(owner: type) -> dict[str, Tool]:
     """The tools among a class's methods, unbound, by name."""
     methods = [getattr(owner, attribute) for attribute in dir(owner) if not attribute.startswith("__")]
-    return {method.__dict__["tool"].name: method.__dict__["tool"] for method in methods if "tool" in getattr(method, "__dict__", {})}
+    return {
+        method.__dict__["tool"].name: method.__dict__["tool"] for method in methods if "tool" in getattr(method, "__dict__", {})
+    }

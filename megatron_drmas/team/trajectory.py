@@ -1,7 +1,7 @@
 """What one run of a workflow leaves behind: its turns, its outcome and its return."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from megatron_drmas.data.questions import Question
 
@@ -27,7 +27,7 @@ class Turn:
     finish_reason: str  # stop | length
     weight_version: int
     text: str
-    content: Optional[str]  # what the agent's parser accepted
+    content: str | None  # what the agent's parser accepted
     verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither
     reward: float = 0.0  # of this call alone, as the workflow sees it; counts with algorithm.reward.turn
 
@@ -40,9 +40,9 @@ class Turn:
 class Outcome:
     """How a workflow ended; the environment turns it into a return."""
 
-    answer: Optional[str]  # None: the team gave none
+    answer: str | None  # None: the team gave none
     info: dict[str, Any] = field(default_factory=dict)
-    reward: Optional[float] = None  # the trajectory's return where the workflow decides it; None: the environment grades the answer
+    reward: float | None = None  # the trajectory's return where the workflow decides it; None: the environment grades the answer
 
 
 @dataclass
@@ -57,13 +57,15 @@ class Trajectory:
     group: int  # position of the question in the step
     sample: int  # position among the question's trajectories
     turns: list[Turn] = field(default_factory=list)
-    outcome: Optional[Outcome] = None
+    outcome: Outcome | None = None
     reward: float = 0.0
     success: bool = False  # see `Environment.success`
     found: list[int] = field(default_factory=list)  # results of each tool call that returned a list
-    role_rewards: dict[str, float] = field(default_factory=dict)  # agent -> mean of its calls' own; counts with algorithm.reward.role
-    failure: Optional[str] = None  # the cause
-    failure_detail: Optional[str] = None
+    role_rewards: dict[str, float] = field(
+        default_factory=dict
+    )  # agent -> mean of its calls' own; counts with algorithm.reward.role
+    failure: str | None = None  # the cause
+    failure_detail: str | None = None
 
 
 class ServiceFailure(RuntimeError):

@@ -1,6 +1,7 @@
 """The interface between a workflow and whatever runs it, and the registry of workflows."""
 
-from typing import Any, Awaitable, Callable, Iterable, Optional, Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
 
 from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import WorkflowConfig
@@ -42,7 +43,7 @@ class Context(Protocol):
             TrajectoryFailure: it failed, or did not end in time.
         """
 
-    async def grade(self, answer: Optional[str]) -> float:
+    async def grade(self, answer: str | None) -> float:
         """What the trajectory would return with this answer.
 
         Raises:

@@ -2,4 +2,4 @@
 
 import megatron_drmas.weight_sync.ipc_sender
 import megatron_drmas.weight_sync.nccl_sender
-import megatron_drmas.weight_sync.shm_sender  # noqa: F401
+import megatron_drmas.weight_sync.shm_sender  # noqa: F401  registers

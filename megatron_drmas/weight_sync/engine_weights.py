@@ -1,6 +1,6 @@
 """The tensors a vLLM model computes with, back under their HF names."""
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor

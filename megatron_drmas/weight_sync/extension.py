@@ -3,7 +3,7 @@
 vLLM imports this module in each worker before the model is built (`worker_extension_cls`).
 """
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from vllm.platforms import current_platform
 
-import megatron_drmas.weight_sync.shm  # noqa: F401  (registers the back end)
+import megatron_drmas.weight_sync.shm  # noqa: F401  registers
 from megatron_drmas.config.plugins import import_plugins_of_process
 from megatron_drmas.weight_sync.engine_weights import iter_loaded_tensors
 from megatron_drmas.weight_sync.verify import digest
@@ -41,11 +41,11 @@ class PlainExperts(cpu_moe.CPUUnquantizedExperts):
         """Leave the weights as they were loaded."""
 
     @classmethod
-    def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, Optional[str]]:
+    def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
         return True, None  # any size: there is no kernel
 
     def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_, **__,
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_, **__
     ) -> None:
         """The chosen experts' outputs, weighted and summed, into `output` [t, hidden]; vLLM's interface."""
         total = torch.zeros(output.shape, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Actor's side of vLLM's built-in `ipc` back end: engines on the same GPUs read the actor's memory.  Untested here."""
 
-from typing import Iterable, Optional
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -43,12 +43,12 @@ class IpcTransport(Transport):
     every_rank_publishes = True
 
     @classmethod
-    def objection(cls, route: Route) -> Optional[str]:
+    def objection(cls, route: Route) -> str | None:
         if route.device != "cuda" or not route.shared:
             return "the engines are not on the actor's GPUs"
         return "a GPU has the parameters of one pipeline stage only" if route.pipeline > 1 else None
 
     def sender(
-        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None, publish: bool, verify: bool
     ) -> IpcSender:
         return IpcSender(tensors, bucket_bytes, dtype, publish=True, verify=verify)

@@ -1,6 +1,7 @@
 """Actor's side of vLLM's built-in `nccl` back end: broadcast to engines on GPUs of their own.  Untested here."""
 
-from typing import Any, Iterable, Optional
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,13 @@ class NcclSender(BucketSender):
     """
 
     def __init__(
-        self, communicator: Any, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype] = None,
-        publish: bool = True, verify: bool = False,
+        self,
+        communicator: Any,
+        tensors: Iterable[tuple[str, Tensor]],
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+        publish: bool = True,
+        verify: bool = False,
     ):
         super().__init__(tensors, bucket_bytes, dtype, publish, verify)
         self._communicator = communicator
@@ -52,7 +58,7 @@ class NcclTransport(Transport):
         self._communicator: Any = None
 
     @classmethod
-    def objection(cls, route: Route) -> Optional[str]:
+    def objection(cls, route: Route) -> str | None:
         if route.device != "cuda" or route.shared:
             return "NCCL has no two ranks on one GPU" if route.device == "cuda" else "NCCL needs GPUs"
         return "its group has one sender, and every pipeline stage would be one" if route.pipeline > 1 else None
@@ -69,6 +75,6 @@ class NcclTransport(Transport):
         self._communicator = trainer_init(info)
 
     def sender(
-        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None, publish: bool, verify: bool
     ) -> NcclSender:
         return NcclSender(self._communicator, tensors, bucket_bytes, dtype, publish, verify)

@@ -1,7 +1,7 @@
 """The actor's side of a weight update, whatever carries the bytes: buckets that every rank cuts alike."""
 
 from abc import ABC, abstractmethod
-from typing import Iterable, Iterator, Optional
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ class BucketSender(ABC):
     """
 
     def __init__(
-        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype] = None, publish: bool = True,
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+        publish: bool = True,
         verify: bool = False,
     ):
         self.digests: dict[str, str] = {}
@@ -34,7 +38,7 @@ class BucketSender(ABC):
         self._publish = publish
         self._verify = verify
 
-    def next_bucket(self) -> Optional[dict]:
+    def next_bucket(self) -> dict | None:
         """Make the next bucket readable.
 
         Returns:
@@ -63,7 +67,7 @@ class BucketSender(ABC):
         """Free what carries the data; after the last bucket has been loaded, or when the update is aborted."""
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype]) -> Iterator[NamedTensors]:
+def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[NamedTensors]:
     """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own.
 
     Args:
@@ -84,7 +88,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Opt
         yield bucket
 
 
-def padded_bytes(tensor: Tensor, dtype: Optional[torch.dtype]) -> int:
+def padded_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     """Room that a tensor takes in a bucket."""
     size = tensor.numel() * (dtype or tensor.dtype).itemsize
     return -(-size // ALIGNMENT) * ALIGNMENT

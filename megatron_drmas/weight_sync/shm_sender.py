@@ -1,8 +1,8 @@
 """Actor's side of the `shm` back end: buckets in POSIX shared memory, two in turn.  Knows nothing of vLLM."""
 
 import shutil
+from collections.abc import Iterable
 from multiprocessing.shared_memory import SharedMemory
-from typing import Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class ShmSender(BucketSender):
     `next_bucket` raises `WeightSyncError` when /dev/shm is too small.
     """
 
-    _slots: tuple[Optional[SharedMemory], Optional[SharedMemory]] = (None, None)  # the next bucket goes to the first
+    _slots: tuple[SharedMemory | None, SharedMemory | None] = (None, None)  # the next bucket goes to the first
 
     def _send(self, bucket: NamedTensors) -> dict:
         segment = self._segment(sum(padded_bytes(tensor, self._dtype) for _, tensor in bucket))
@@ -63,16 +63,16 @@ class ShmTransport(Transport):
     """Shared memory of one machine, for CPUs and for actors that are cut into pipeline stages."""
 
     @classmethod
-    def objection(cls, route: Route) -> Optional[str]:
+    def objection(cls, route: Route) -> str | None:
         return "actor and engines lie on several nodes, which share no memory" if route.nodes > 1 else None
 
     def sender(
-        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None, publish: bool, verify: bool
     ) -> ShmSender:
         return ShmSender(tensors, bucket_bytes, dtype, publish, verify)
 
 
-def _free(segment: Optional[SharedMemory]) -> None:
+def _free(segment: SharedMemory | None) -> None:
     if segment is not None:
         segment.close()
         segment.unlink()

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Optional, Sequence
+from typing import Any
 
 from megatron_drmas.concurrency import together
 from megatron_drmas.weight_sync.errors import WeightSyncError
@@ -28,7 +29,7 @@ class SenderCalls:
 
     name: str
     begin_send: Callable[[bool], Awaitable[None]]
-    next_bucket: Callable[[], Awaitable[Optional[dict]]]
+    next_bucket: Callable[[], Awaitable[dict | None]]
     end_send: Callable[[], Awaitable[dict[str, str]]]
 
 
@@ -71,7 +72,7 @@ class _Update:
         left = self.deadline - asyncio.get_running_loop().time()
         try:
             return await asyncio.wait_for(answer, max(left, 0.0))
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise WeightSyncError(
                 f"weight update {self.version}: {who} did not answer {what} within the update's {self.timeout_s:g} s"
             ) from error
@@ -80,7 +81,7 @@ class _Update:
 
 
 async def synchronise(
-    senders: Sequence[SenderCalls], engines: Sequence[EngineCalls], version: int, timeout_s: float, verify: bool = False,
+    senders: Sequence[SenderCalls], engines: Sequence[EngineCalls], version: int, timeout_s: float, verify: bool = False
 ) -> SyncStats:
     """Bring every engine to the actor's weights.
 
@@ -122,7 +123,7 @@ async def synchronise(
 async def _transfer(update: _Update, senders: Sequence[SenderCalls], engines: Sequence[EngineCalls]) -> None:
     """All buckets, one round of writing ahead of the loading."""
     sending = list(senders)
-    loading: Optional[asyncio.Task] = None
+    loading: asyncio.Task | None = None
     try:
         while sending:
             infos = await together(update.wait(sender.name, "next_bucket", sender.next_bucket()) for sender in sending)

@@ -6,8 +6,8 @@ plug-in that defines them has been imported.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable, Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def objection(cls, route: Route) -> Optional[str]:
+    def objection(cls, route: Route) -> str | None:
         """Why it cannot serve a route, or None if it can."""
 
     @classmethod
@@ -67,7 +67,7 @@ class Transport(ABC):
 
     @abstractmethod
     def sender(
-        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: Optional[torch.dtype], publish: bool, verify: bool,
+        self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None, publish: bool, verify: bool
     ) -> BucketSender:
         """A sender for one update; the arguments are `BucketSender`'s."""
 

@@ -27,7 +27,7 @@ class EvalOptWorkflow(Workflow):
         correct, incorrect = self.verdicts["evaluator"]
         history: list[Review] = []
         while True:
-            shown = {"question": question.text, "history": history[-self.config.history:] if self.config.history else []}
+            shown = {"question": question.text, "history": history[-self.config.history :] if self.config.history else []}
             proposal = await context.call("generator", **shown)
             if context.use_turn_rewards:
                 proposal.reward = await context.grade(proposal.content)

@@ -46,7 +46,7 @@ class MathWorkflow(Workflow):
             if loops == self.config.max_turns:
                 return Outcome(proposal.content, {"loops": loops, "approved": False})
             verdict = await context.call(
-                "verifier", question=question.text, history=self._recent(history), solution=proposal.text.strip(),
+                "verifier", question=question.text, history=self._recent(history), solution=proposal.text.strip()
             )
             if context.use_turn_rewards:
                 verdict.reward = float(verdict.content == (approve if proposal.reward > 0 else reject))
@@ -56,4 +56,4 @@ class MathWorkflow(Workflow):
             history.append(Review(proposal.text.strip(), verdict.text.strip()))
 
     def _recent(self, history: list[Review]) -> list[Review]:
-        return history[-self.config.history:] if self.config.history else []
+        return history[-self.config.history :] if self.config.history else []

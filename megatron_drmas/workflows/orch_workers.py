@@ -35,7 +35,9 @@ class OrchWorkersWorkflow(Workflow):
         solutions = await context.together(
             context.call("worker", question=question.text, strategy=strategy) for strategy in strategies
         )
-        answer = await context.call("synthesiser", question=question.text, solutions=[solution.text.strip() for solution in solutions])
+        answer = await context.call(
+            "synthesiser", question=question.text, solutions=[solution.text.strip() for solution in solutions]
+        )
         if context.use_turn_rewards:
             for solution in solutions:
                 solution.reward = await context.grade(solution.content)

@@ -103,7 +103,9 @@ class GatedOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.keep <= 1:
-            raise ConfigError("team.workflow.options.keep", self.keep, "is no share of the trajectories", "use a number in [0, 1]")
+            raise ConfigError(
+                "team.workflow.options.keep", self.keep, "is no share of the trajectories", "use a number in [0, 1]"
+            )
 
 
 @register_workflow("search_gated")

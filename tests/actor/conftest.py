@@ -1,5 +1,5 @@
 import socket
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 

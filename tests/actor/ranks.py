@@ -4,14 +4,14 @@ import multiprocessing
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Callable
 
 import torch
 
 from megatron_drmas.actor.settings import ActorSettings
-from megatron_drmas.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PrecisionConfig
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PrecisionConfig
 
 TIMEOUT_S = 120.0
 

@@ -141,9 +141,17 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_agent(ranks,
         assert after["skipped"] == 0 and after["nonfinite_agents"] == [] and math.isfinite(after["grad_norm"])
 
 
-
-
-CHANGED = {"lr": 2e-3, "min_lr": 2e-4, "decay": "linear", "warmup_steps": 1, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "grad_clip": 0.5}
+CHANGED = {
+    "lr": 2e-3,
+    "min_lr": 2e-4,
+    "decay": "linear",
+    "warmup_steps": 1,
+    "weight_decay": 0.3,
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "eps": 1e-3,
+    "grad_clip": 0.5,
+}
 
 
 def load_and_tell(actor, folder):

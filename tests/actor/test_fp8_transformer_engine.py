@@ -75,7 +75,13 @@ def told(repository):
 
 
 def test_delayed_scaling(told):
-    expected = {"recipe": "TEDelayedScaling", "format": "HYBRID", "bf16_layers": [], "parameters": False, "dtype": "torch.bfloat16"}
+    expected = {
+        "recipe": "TEDelayedScaling",
+        "format": "HYBRID",
+        "bf16_layers": [],
+        "parameters": False,
+        "dtype": "torch.bfloat16",
+    }
     assert told[0] == expected | {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}
 
 

@@ -21,9 +21,10 @@ def test_predicted_tokens_are_the_rows_responses(seed, count, multiple):
     micro = pack_rows(batch, rows, multiple)
     assert sorted(micro.rows.tolist()) == sorted(rows.tolist())
     assert micro.tokens.shape[1] % multiple == 0 and micro.tokens.shape[1] - int(batch.lengths[rows].sum()) <= multiple
-    responses = torch.cat([torch.zeros(0, dtype=torch.int64)] + [
-        batch.tokens[batch.offsets[row] + batch.prompt_lengths[row] : batch.offsets[row + 1]] for row in micro.rows.tolist()
-    ])
+    responses = torch.cat(
+        [torch.zeros(0, dtype=torch.int64)]
+        + [batch.tokens[batch.offsets[row] + batch.prompt_lengths[row] : batch.offsets[row + 1]] for row in micro.rows.tolist()]
+    )
     assert torch.equal(micro.labels[micro.predict], responses)
     assert torch.equal(micro.lengths, batch.response_lengths[micro.rows])
     column = torch.arange(len(batch.engine_logprobs))
@@ -62,12 +63,16 @@ def test_packed_attention_is_attention_of_each_sequence(lengths, seed):
     query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
     attention = PackedAttention(TransformerConfig(**CONFIG), 1, None, "self")
     output = attention(query, key, value, packed_seq_params=pack_sequences(lengths))
-    expected = torch.cat([
-        F.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
-        ).transpose(0, 1).flatten(1)
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths))
-    ])
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
+            )
+            .transpose(0, 1)
+            .flatten(1)
+            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths))
+        ]
+    )
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     for got, wanted in zip(

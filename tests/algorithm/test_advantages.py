@@ -40,7 +40,10 @@ class Oracle:
 
     def __init__(self, batch, config: AdvantageConfig, scores=None, reward=None):
         self.config = config
-        self.scores = [Fraction(score) for score in (row_scores(batch, AlgorithmConfig(advantage=config)).tolist() if scores is None else scores)]
+        self.scores = [
+            Fraction(score)
+            for score in (row_scores(batch, AlgorithmConfig(advantage=config)).tolist() if scores is None else scores)
+        ]
         self.rows = range(len(self.scores))
         self.agent, self.trajectory, self.turn = batch.agent.tolist(), batch.trajectory.tolist(), batch.turn.tolist()
         self.reward = [Fraction(value) for value in (batch.reward.tolist() if reward is None else reward)]
@@ -139,7 +142,9 @@ def test_equals_the_oracle(config, random_batch):
 
 
 rows_strategy = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.sampled_from([1, 2, -3, 6]), st.booleans()),
+    st.tuples(
+        st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.sampled_from([1, 2, -3, 6]), st.booleans()
+    ),
     min_size=1,
     max_size=12,
 )
@@ -161,7 +166,12 @@ def test_any_structure_equals_the_oracle(make_batch, rows, config, penalty, unit
     trajectory = [g * 3 + s for g, s in zip(group, sample)]
     scale = Fraction(unit, 10 if unit < 10**9 else 10**16)
     batch = make_batch(
-        agent, group, trajectory, [float(r * scale) for r in reward], valid=valid, state=torch.tensor(agent) % 2,
+        agent,
+        group,
+        trajectory,
+        [float(r * scale) for r in reward],
+        valid=valid,
+        state=torch.tensor(agent) % 2,
         turn_reward=torch.tensor([float(r * scale) for r in turn_reward]),
     )
     scores = [(r + t - (0 if ok else penalty)) * scale for r, t, ok in zip(reward, turn_reward, valid)]
@@ -188,7 +198,12 @@ def test_recipes_compare_trajectories(recipe, scale, make_batch):
     config = compose_config("search_hetero", [f"algorithm={recipe}", "algorithm.invalid_penalty=0.3"]).algorithm
     trajectory, valid = [0, 1, 1, 1, 2, 2, 3, 3], [True, True, False, True, True, True, True, True]
     batch = make_batch(
-        [0, 0, 1, 2, 0, 1, 0, 2], [0] * 8, trajectory, [1, 1, 1, 1, 0, 0, 0, 0], valid=valid, state=torch.arange(8),
+        [0, 0, 1, 2, 0, 1, 0, 2],
+        [0] * 8,
+        trajectory,
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        valid=valid,
+        state=torch.arange(8),
         response_limits=torch.full((8,), 1000),
     )
     means = torch.tensor([1.0, 0.9, 0.0, 0.0])
@@ -200,7 +215,9 @@ def test_recipes_compare_trajectories(recipe, scale, make_batch):
 @settings(max_examples=100, deadline=None)
 @given(
     rows=rows_strategy,
-    config=st.sampled_from([c for c in VARIANTS if c.weighting == "trajectory" and c.group_key == "question" and c.estimator != "gigpo"]),
+    config=st.sampled_from(
+        [c for c in VARIANTS if c.weighting == "trajectory" and c.group_key == "question" and c.estimator != "gigpo"]
+    ),
 )
 def test_trajectory_weighting_is_step_weighting_of_the_means(make_batch, rows, config):
     """Where every cell is of one scope: one row for each trajectory, with the mean score, has the advantage of all its calls."""
@@ -211,7 +228,9 @@ def test_trajectory_weighting_is_step_weighting_of_the_means(make_batch, rows, c
     members = defaultdict(list)
     for row, unit in enumerate(zip(agent_of, group, [g * 3 + s for g, s in zip(group, sample)])):
         members[unit].append(row)
-    many = make_batch(agent, group, [g * 3 + s for g, s in zip(group, sample)], [0.0] * len(rows), turn_reward=torch.tensor(turn_reward) / 4)
+    many = make_batch(
+        agent, group, [g * 3 + s for g, s in zip(group, sample)], [0.0] * len(rows), turn_reward=torch.tensor(turn_reward) / 4
+    )
     means = torch.tensor([sum(turn_reward[row] for row in of) / len(of) / 4 for of in members.values()])
     few = make_batch(*zip(*members), [0.0] * len(members), turn_reward=means)
     settings = {"reward": RewardConfig(turn=1.0)}
@@ -224,7 +243,9 @@ def test_trajectory_weighting_is_step_weighting_of_the_means(make_batch, rows, c
 def test_rounding_is_no_spread_of_the_batch(make_batch):
     """Group 0 has one invalid row; group 1 is one trajectory of three invalid calls and a valid one: no group has a contrast."""
     batch = make_batch([0] * 5, [0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0.0] * 5, valid=[False, False, False, False, True])
-    for config in (c for c in VARIANTS if c.weighting == "trajectory" and c.estimator in ("reinforce_pp_baseline", "normalised", "rloo")):
+    for config in (
+        c for c in VARIANTS if c.weighting == "trajectory" and c.estimator in ("reinforce_pp_baseline", "normalised", "rloo")
+    ):
         if config.group_key != "question_agent_turn":
             assert row_advantages(batch, config, invalid_penalty=0.1).eq(0).all()
 
@@ -240,7 +261,9 @@ def test_scores_that_cancel_are_judged_by_what_cancelled(config, size, make_batc
     assert advantages.eq(0).all()
 
 
-@pytest.mark.parametrize("config", [AdvantageConfig("reinforce_pp_baseline", "group", "group"), AdvantageConfig(mean="group", std="group")], ids=str)
+@pytest.mark.parametrize(
+    "config", [AdvantageConfig("reinforce_pp_baseline", "group", "group"), AdvantageConfig(mean="group", std="group")], ids=str
+)
 def test_one_small_difference_among_many_equal_scores_is_spread(config, make_batch):
     rows = 10_000
     batch = make_batch([0] * rows, [0] * rows, range(rows), [1000.0] * rows, valid=[False] + [True] * (rows - 1), turn=[0] * rows)

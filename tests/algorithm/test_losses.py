@@ -19,10 +19,10 @@ from megatron_drmas.algorithm.losses import (
     token_weights,
 )
 from megatron_drmas.algorithm.minibatch import plan_microbatches
-from megatron_drmas.config.setting import check_settings
 from megatron_drmas.algorithm.mismatch import mismatch_correction
 from megatron_drmas.config.algorithm import LossConfig, MismatchConfig
 from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.setting import check_settings
 from megatron_drmas.kernels.segments import expand_rows
 
 
@@ -76,13 +76,19 @@ def test_teamtr_by_hand():
 
 def test_what_holds_the_policy_back_holds_for_masked_tokens_too():
     """TeamTR's KL, the KL to a reference and the entropy keep their gradient where the mismatch correction masks the surrogate."""
-    terms = {"beta": 0.5, "reference_logprobs": torch.zeros(2, dtype=torch.float64), "entropy": torch.ones(2, dtype=torch.float64)}
+    terms = {
+        "beta": 0.5,
+        "reference_logprobs": torch.zeros(2, dtype=torch.float64),
+        "entropy": torch.ones(2, dtype=torch.float64),
+    }
     gradients = {}
     for high in (2.0, 1e9):
         inputs = one_sequence([1.1, 1.0], [0.0, 0.0], **terms)
         inputs.engine_logprobs = inputs.engine_logprobs - 5
         mismatch = MismatchConfig("mask", 0.5, high)
-        config = LossConfig(name="teamtr", aggregation="sequence_mean", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, mismatch=mismatch)
+        config = LossConfig(
+            name="teamtr", aggregation="sequence_mean", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, mismatch=mismatch
+        )
         policy_loss(inputs, config).loss.backward()
         gradients[high] = inputs.logprobs.grad
     assert gradients[2.0].abs().min() > 0.1
@@ -94,7 +100,12 @@ def test_kl_by_hand(estimator, expected):
     assert kl_penalty(torch.tensor(0.0), torch.tensor(math.log(2)), estimator).item() == pytest.approx(expected)
 
 
-log_ratios = st.floats(-1e4, 1e4, width=32) | st.floats(15, 25, width=32) | st.floats(-1, 1, width=32) | st.sampled_from([-3e38, 1e30, 3e38])
+log_ratios = (
+    st.floats(-1e4, 1e4, width=32)
+    | st.floats(15, 25, width=32)
+    | st.floats(-1, 1, width=32)
+    | st.sampled_from([-3e38, 1e30, 3e38])
+)
 advantages = st.sampled_from([-1e3, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1e3])
 
 
@@ -360,7 +371,9 @@ def test_bad_settings_are_named(config, key):
         check_loss_config(config)
 
 
-@pytest.mark.parametrize("config,key", [(MismatchConfig("tis"), "correction"), (MismatchConfig(low=1.5), "low"), (MismatchConfig(high=1.0), "high")])
+@pytest.mark.parametrize(
+    "config,key", [(MismatchConfig("tis"), "correction"), (MismatchConfig(low=1.5), "low"), (MismatchConfig(high=1.0), "high")]
+)
 def test_bad_mismatch_settings_are_named(config, key):
     with pytest.raises(ConfigError, match=f"mismatch.{key}"):
         check_settings(config, "algorithm.loss.mismatch")

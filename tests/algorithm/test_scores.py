@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.algorithm.scores import overlong_penalty, row_scores, score_magnitudes, verdict_credit
+from megatron_drmas.algorithm.validation import check_algorithm_config
 from megatron_drmas.config.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -58,7 +58,15 @@ def test_verifier_is_paid_for_being_right(make_batch):
 
 
 def test_magnitudes_are_of_what_a_score_adds_up(make_batch):
-    batch = make_batch([0, 1], [0, 0], [0, 0], [-1, -1], valid=[False, True], turn_reward=torch.tensor([1.0, -0.5]), verdict=torch.tensor([-1, 1]))
+    batch = make_batch(
+        [0, 1],
+        [0, 0],
+        [0, 0],
+        [-1, -1],
+        valid=[False, True],
+        turn_reward=torch.tensor([1.0, -0.5]),
+        verdict=torch.tensor([-1, 1]),
+    )
     config = AlgorithmConfig(reward=RewardConfig(turn=2.0, verdict=0.25), invalid_penalty=0.5)
     assert row_scores(batch, config).tolist() == [0.5, -2.25]
     assert score_magnitudes(batch, config).tolist() == [3.5, 2.25]
@@ -68,7 +76,11 @@ def test_soft_overlong_punishment():
     """DAPO's numbers: 20480 with a cache of 4096."""
     lengths = torch.tensor([1, 16384, 18432, 20480, 30000])
     assert overlong_penalty(lengths, torch.tensor([20480] * 5), OverlongConfig(1.0, 0.2)).tolist() == [0, 0, 0.5, 1, 1]
-    assert overlong_penalty(torch.tensor([9, 10, 10]), torch.tensor([10, 10, 100]), OverlongConfig(2.0, 0.0)).tolist() == [0, 2, 0]
+    assert overlong_penalty(torch.tensor([9, 10, 10]), torch.tensor([10, 10, 100]), OverlongConfig(2.0, 0.0)).tolist() == [
+        0,
+        2,
+        0,
+    ]
 
 
 def test_overlong_is_measured_against_each_calls_own_limit(make_batch):

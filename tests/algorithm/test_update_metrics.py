@@ -13,15 +13,26 @@ from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
 
 def update(tokens=10, steps=1, norm=1.0, agents=None, skipped=0, nonfinite=(), **values):
     return {
-        "tokens": tokens, "skipped": skipped, "optimizer_steps": steps, "loss": norm / 2, "gradient_mass": norm, "grad_norm": norm,
-        "grad_norm_max": norm, "entropy": float(tokens), "logprob_diff_max": norm, "lr": 0.1, "nonfinite_agents": list(nonfinite),
+        "tokens": tokens,
+        "skipped": skipped,
+        "optimizer_steps": steps,
+        "loss": norm / 2,
+        "gradient_mass": norm,
+        "grad_norm": norm,
+        "grad_norm_max": norm,
+        "entropy": float(tokens),
+        "logprob_diff_max": norm,
+        "lr": 0.1,
+        "nonfinite_agents": list(nonfinite),
         "agents": agents or {0: {"entropy": 0.3}},
     } | values
 
 
 def test_counts_add_up_maxima_are_kept_and_means_are_those_of_all_tokens_and_steps():
     first = update(tokens=30, steps=3, norm=999.0, skipped=1, nonfinite=[1])
-    merged = merge_metrics(merge_metrics({}, {"writer": first}), {"writer": update(agents={1: {"entropy": 0.1}}, nonfinite=[0], lr=0.2)})["writer"]
+    merged = merge_metrics(
+        merge_metrics({}, {"writer": first}), {"writer": update(agents={1: {"entropy": 0.1}}, nonfinite=[0], lr=0.2)}
+    )["writer"]
     assert (merged["tokens"], merged["skipped"], merged["optimizer_steps"], merged["nonfinite_agents"]) == (40, 1, 4, [0, 1])
     assert (merged["grad_norm"], merged["grad_norm_max"], merged["entropy"], merged["lr"]) == (749.5, 999.0, 25.0, 0.2)
     assert merged["agents"] == {0: {"entropy": 0.3}, 1: {"entropy": 0.1}}
@@ -54,8 +65,14 @@ def test_the_certificate_counts_the_trajectories_without_the_agent(make_batch):
     expected = certificate([0.1], [0.02], 2.0, 2)
     assert values["agents"] == {
         1: {
-            "entropy": 0.1, "grad_norm": 3.0, "grad_norm_max": 3.0, "message_kl": 0.01, "message_kl_bound": 0.02, "beta": 0.5,
-            "surrogate_gain": pytest.approx(0.1), "certificate": pytest.approx(expected),
+            "entropy": 0.1,
+            "grad_norm": 3.0,
+            "grad_norm_max": 3.0,
+            "message_kl": 0.01,
+            "message_kl_bound": 0.02,
+            "beta": 0.5,
+            "surrogate_gain": pytest.approx(0.1),
+            "certificate": pytest.approx(expected),
         }
     }
     assert values["certificate"] == pytest.approx(expected) and "beta" not in values, "what is one agent's is not its policy's"

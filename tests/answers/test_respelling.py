@@ -2,7 +2,7 @@
 
 import random
 import re
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 

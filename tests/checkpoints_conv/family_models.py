@@ -45,13 +45,7 @@ FAMILIES = {
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "qwen3_moe": (
         Qwen3MoeConfig,
-        {
-            "head_dim": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
 }
 ARCHITECTURES = {
@@ -81,12 +75,7 @@ def tiny_spec(family: str = "llama", tied: bool = False, **overrides) -> ModelSp
 
 
 def make_model(
-    folder: Path,
-    family: str,
-    tied: bool = False,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "200KB",
-    **overrides,
+    folder: Path, family: str, tied: bool = False, dtype: torch.dtype = torch.float32, max_shard_size: str = "200KB", **overrides
 ) -> Path:
     """Write a model whose norms and biases are random too, in several shards; returns `folder`."""
     with torch.random.fork_rng():

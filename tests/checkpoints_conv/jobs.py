@@ -1,7 +1,7 @@
 """What the tests let Megatron ranks do; every function here runs inside an initialised layout."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -9,13 +9,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.megatron.export import export_hf_folder, iter_hf_tensors
 from checkpoints_conv.families import family_of
-from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint, model_logprobs
-from checkpoints_conv.formats.hf_folder import HfFolder, read_config
-from checkpoints_conv.megatron.load import load_hf_weights
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from checkpoints_conv.megatron import cpu
+from checkpoints_conv.megatron.export import export_hf_folder, iter_hf_tensors
+from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint, model_logprobs
+from checkpoints_conv.megatron.load import load_hf_weights
 from tests.checkpoints_conv.ranks import Layout
 
 

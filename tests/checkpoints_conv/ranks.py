@@ -2,9 +2,9 @@
 
 import multiprocessing
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Optional
 
 TIMEOUT_S = 180.0
 
@@ -15,7 +15,7 @@ class Layout:
 
     tensor: int = 1
     pipeline: int = 1
-    virtual: Optional[int] = None
+    virtual: int | None = None
     expert: int = 1
     world: int = 0  # 0: tensor x pipeline x expert
 

@@ -14,15 +14,15 @@ from tests.te_stub.engine import install
 
 install()
 
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-from checkpoints_conv.megatron.export import iter_hf_tensors  # noqa: E402
-from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint  # noqa: E402
-from checkpoints_conv.formats.hf_folder import HfFolder  # noqa: E402
-from checkpoints_conv.megatron.load import load_hf_weights  # noqa: E402
-from tests.checkpoints_conv import jobs  # noqa: E402
-from tests.checkpoints_conv.ranks import Layout  # noqa: E402
+from checkpoints_conv.formats.hf_folder import HfFolder
+from checkpoints_conv.megatron.export import iter_hf_tensors
+from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint
+from checkpoints_conv.megatron.load import load_hf_weights
+from tests.checkpoints_conv import jobs
+from tests.checkpoints_conv.ranks import Layout
 
 
 def build(folder: Path) -> tuple[list, object]:

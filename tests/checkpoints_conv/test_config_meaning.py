@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES, family_of
-from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from tests.checkpoints_conv.family_models import ARCHITECTURES, LLAMA3_ROPE
 
 ABSENT = object()

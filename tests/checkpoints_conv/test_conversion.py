@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.formats import dist_writer
 from checkpoints_conv.formats.dtypes import Dtype
-from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from checkpoints_conv.to_hf import to_hf
 from checkpoints_conv.to_megatron import to_megatron

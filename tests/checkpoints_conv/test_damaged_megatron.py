@@ -89,7 +89,11 @@ class TestDamagedMegatronCheckpoints:
         """Of the right number of elements in all, and yet some are missing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-        boxes = [((0, 0), (131, 32)), ((0, 32), (100, 32)), ((50, 32), (31, 32))] if columns else [((0, 0), (100, 64)), ((50, 0), (31, 64))]
+        boxes = (
+            [((0, 0), (131, 32)), ((0, 32), (100, 32)), ((50, 32), (31, 32))]
+            if columns
+            else [((0, 0), (100, 64)), ((50, 0), (31, 64))]
+        )
 
         def overlapping(metadata):
             key = "embedding.word_embeddings.weight"

@@ -15,21 +15,19 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints_conv.formats import dist_reader
-from checkpoints_conv.formats import dist_chunks
-from checkpoints_conv.formats import plain_pickle
-from checkpoints_conv.formats.row_blocks import FileBlock, MemoryBlock
+from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.families import family_of
+from checkpoints_conv.formats import dist_chunks, dist_reader, plain_pickle
 from checkpoints_conv.formats.dist_archive import frame
 from checkpoints_conv.formats.dist_chunks import DAMAGE, stored_block
 from checkpoints_conv.formats.dist_index import read_index
 from checkpoints_conv.formats.dist_plan import Chunk, Piece
 from checkpoints_conv.formats.dist_reader import DistReader
 from checkpoints_conv.formats.dtypes import Dtype
-from checkpoints_conv.errors import ConversionError
-from checkpoints_conv.families import family_of
 from checkpoints_conv.formats.hf_folder import read_config
-from checkpoints_conv.mapping.model_mapping import ModelMapping
+from checkpoints_conv.formats.row_blocks import FileBlock, MemoryBlock
 from checkpoints_conv.formats.tensors import dtype_of, tensor_of, torch_dtype
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.to_megatron import to_megatron
 
 SOURCE = torch.arange(2 * 6 * 5).view(2, 6, 5)
@@ -242,7 +240,9 @@ def test_what_moves_bytes_only_needs_no_torch(megatron, tmp_path, repository, co
     """Importing torch would take longer than converting a small model."""
     script = "import sys; sys.modules['torch'] = None\nfrom checkpoints_conv.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     arguments = [part.format(out=tmp_path / "out") for part in command] + [str(megatron)]
-    process = subprocess.run([sys.executable, "-c", script, *arguments], cwd=repository, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=repository, capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES, family_of
-from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.mapping.model_mapping import ModelMapping
 from tests.checkpoints_conv.family_models import ARCHITECTURES, LLAMA3_ROPE, VARIANTS, config_json, tiny_spec
 
 
@@ -98,7 +98,9 @@ def without(config: dict, *keys: str) -> dict:
 def test_an_absent_window_is_the_window_that_transformers_takes():
     """Mistral's default is 4096, whatever max_position_embeddings says; a window that covers all positions is none."""
     long, short = config_json("mistral"), config_json("mistral", max_position_embeddings=4096)
-    with pytest.raises(ConversionError, match="no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"):
+    with pytest.raises(
+        ConversionError, match="no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"
+    ):
         spec_of(without(long, "sliding_window"))
     assert spec_of(without(short, "sliding_window")) == spec_of(short)
 

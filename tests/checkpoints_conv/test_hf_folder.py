@@ -228,7 +228,9 @@ class TestPickledWeights:
     def test_other_bytes(self, pickled, junk):
         (pickled / "pytorch_model.bin").write_bytes(junk)
         with pytest.raises(ConversionError, match="pytorch_model.bin") as error:
-            HfFolder(pickled, allow_pickle=True).check(ModelMapping(family_of(read_config(pickled)).model_spec(read_config(pickled))))
+            HfFolder(pickled, allow_pickle=True).check(
+                ModelMapping(family_of(read_config(pickled)).model_spec(read_config(pickled)))
+            )
         assert "\n" not in str(error.value)
 
     def test_views_and_old_formats_are_their_values(self, pickled, models):

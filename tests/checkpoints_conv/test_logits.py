@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv import verify
-from checkpoints_conv.megatron import forward
 from checkpoints_conv.__main__ import main
 from checkpoints_conv.formats.hf_folder import INDEX, HfFolder
+from checkpoints_conv.megatron import forward
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.family_models import FAMILIES, LLAMA3_ROPE, tiny_spec
 from tests.checkpoints_conv.ranks import Layout

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.errors import ConversionError
 from checkpoints_conv.families import FAMILIES
-from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping, canonical_name
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.tensors import hf_tensors, megatron_shard, merge
+from checkpoints_conv.mapping.model_mapping import EMBEDDING_NAME, ModelMapping, canonical_name
 from tests.checkpoints_conv.family_models import VARIANTS, family_config, tiny_spec
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -161,9 +161,7 @@ def test_names_and_shapes_are_those_of_transformers(family, tied):
 )
 def test_global_names_are_a_bijection_over_stages(layer_spec, layers, layout):
     """Even, virtual and uneven pipelines: Megatron's own layer offsets give every global name exactly once."""
-    config = TransformerConfig(
-        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **layout
-    )
+    config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **layout)
     mapping = ModelMapping(replace(tiny_spec(), layers=layers, tied=True))
     inside = {name.split(".", 3)[3] for name in mapping.megatron_names() if name.startswith("decoder.layers.")}
     if layer_spec == "local":
@@ -206,6 +204,8 @@ def test_bands_are_the_merged_parameter(family, tied):
         numbered = torch.arange(sum(math.prod(shape) for shape in shapes)).split([math.prod(shape) for shape in shapes])
         parts = [part.view(shape) for part, shape in zip(numbered, shapes)]
         bands = entry.rule.bands(spec)
-        assert torch.equal(torch.cat([parts[number][first:first + rows] for number, first, rows in bands]), merge(parts, entry.rule, spec))
+        assert torch.equal(
+            torch.cat([parts[number][first : first + rows] for number, first, rows in bands]), merge(parts, entry.rule, spec)
+        )
         for number, shape in enumerate(shapes):
             assert [row for n, first, rows in bands if n == number for row in range(first, first + rows)] == list(range(shape[0]))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints_conv.formats.row_blocks import BlockFile
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats.row_blocks import BlockFile
 from checkpoints_conv.to_hf import to_hf
 from checkpoints_conv.to_megatron import to_megatron
 from tests.checkpoints_conv.commands import contents, run, same

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints_conv.formats import casting
-from checkpoints_conv.formats.row_blocks import COMPARED_BYTES, BlockFile, FileBlock, MemoryBlock, same_bytes
-from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.errors import ConversionError
+from checkpoints_conv.formats import casting
+from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.row_blocks import COMPARED_BYTES, BlockFile, FileBlock, MemoryBlock, same_bytes
 from checkpoints_conv.formats.tensors import block_of, joined, mapped_tensor, tensor_of
 
 ROWS, WIDTH = 90, 3001

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints_conv.mapping.dist_keys import local_spec_key
 from checkpoints_conv.formats.hf_folder import HfFolder
+from checkpoints_conv.mapping.dist_keys import local_spec_key
 from checkpoints_conv.mapping.model_mapping import ModelMapping, canonical_name
 from checkpoints_conv.to_hf import to_hf
 from checkpoints_conv.to_megatron import to_megatron

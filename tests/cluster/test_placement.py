@@ -18,7 +18,10 @@ def run_config(policies, gpus, nodes=1, colocate=True):
 
 def policy(tensor=1, pipeline=1, data=1, engine=1, replicas=1, trainable=True):
     return PolicyConfig(
-        model="m", trainable=trainable, parallel=ParallelConfig(tensor, pipeline, data), engine=EngineConfig(replicas=replicas, tensor=engine),
+        model="m",
+        trainable=trainable,
+        parallel=ParallelConfig(tensor, pipeline, data),
+        engine=EngineConfig(replicas=replicas, tensor=engine),
     )
 
 
@@ -50,11 +53,21 @@ def test_engines_that_do_not_fit_on_their_actor_are_refused():
 
 
 layouts = st.builds(
-    policy, tensor=st.sampled_from([1, 2, 4]), pipeline=st.sampled_from([1, 2]), data=st.sampled_from([1, 2]), engine=st.just(1), trainable=st.booleans(),
+    policy,
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2]),
+    data=st.sampled_from([1, 2]),
+    engine=st.just(1),
+    trainable=st.booleans(),
 )
 
 
-@given(policies=st.lists(layouts, min_size=1, max_size=4), per_node=st.sampled_from([4, 8]), nodes=st.integers(1, 4), colocate=st.booleans())
+@given(
+    policies=st.lists(layouts, min_size=1, max_size=4),
+    per_node=st.sampled_from([4, 8]),
+    nodes=st.integers(1, 4),
+    colocate=st.booleans(),
+)
 def test_no_gpu_is_given_twice_and_tensor_groups_stay_within_nodes(policies, per_node, nodes, colocate):
     config = run_config({str(index): each for index, each in enumerate(policies)}, per_node, nodes, colocate)
     try:
@@ -68,4 +81,4 @@ def test_no_gpu_is_given_twice_and_tensor_groups_stay_within_nodes(policies, per
     for name, each in config.policies.items():
         slots = placement.actors[name]
         for start in range(0, len(slots), each.parallel.tensor):
-            assert len({slot.node for slot in slots[start:start + each.parallel.tensor]}) == 1
+            assert len({slot.node for slot in slots[start : start + each.parallel.tensor]}) == 1

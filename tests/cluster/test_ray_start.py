@@ -40,16 +40,39 @@ def refusal(nodes=1):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("given, named", [
-    (None, None), ("", None), ("local", None), ("node1:6379", ("node1", 6379)), ("10.0.0.1:1", ("10.0.0.1", 1)), ("[::1]:65535", ("::1", 65535)),
-])
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (None, None),
+        ("", None),
+        ("local", None),
+        ("node1:6379", ("node1", 6379)),
+        ("10.0.0.1:1", ("10.0.0.1", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
 def test_an_address_names_a_cluster_or_none(monkeypatch, given, named):
     if given is not None:
         monkeypatch.setenv("RAY_ADDRESS", given)
     assert named_cluster() == named
 
 
-@pytest.mark.parametrize("given", ["http://127.0.0.1:8265", "ray://head:10001", "auto", "head", "head:", ":6379", "head:0", "head:65536", "head:x", "a b:1", "head:6379/x"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "http://127.0.0.1:8265",
+        "ray://head:10001",
+        "auto",
+        "head",
+        "head:",
+        ":6379",
+        "head:0",
+        "head:65536",
+        "head:x",
+        "a b:1",
+        "head:6379/x",
+    ],
+)
 def test_what_is_no_address_is_refused_before_anything_starts(monkeypatch, given):
     monkeypatch.setenv("RAY_ADDRESS", given)
     assert refusal().startswith(f"RAY_ADDRESS = {given!r}: is not HOST:PORT")
@@ -69,7 +92,9 @@ def test_several_nodes_need_a_cluster_that_is_there():
     assert refusal(nodes=2).startswith("cluster.nodes = 2: RAY_ADDRESS names no cluster")
 
 
-@pytest.mark.parametrize("length, fits", [(LONGEST_SOCKET - len(SOCKET), True), (LONGEST_SOCKET - len(SOCKET) + 1, False), (95, False)])
+@pytest.mark.parametrize(
+    "length, fits", [(LONGEST_SOCKET - len(SOCKET), True), (LONGEST_SOCKET - len(SOCKET) + 1, False), (95, False)]
+)
 def test_a_folder_holds_the_paths_of_sockets_or_another_is_taken(monkeypatch, length, fits):
     place = "/tmp/" + "x" * (length - 5)
     os.makedirs(place)
@@ -140,7 +165,10 @@ def test_a_start_that_fails_is_one_line_with_its_logs(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ray_start.ray, "init", init)
     message, _ = start(RaySession(1, 5, tmp_path))
-    assert message == f"Ray: did not start: RuntimeError: no raylet; logs: {tmp_path}/ray" and (tmp_path / "ray" / "raylet.out").read_text() == "why"
+    assert (
+        message == f"Ray: did not start: RuntimeError: no raylet; logs: {tmp_path}/ray"
+        and (tmp_path / "ray" / "raylet.out").read_text() == "why"
+    )
 
 
 def test_a_listener_that_is_no_ray_is_given_up_in_time(monkeypatch, tmp_path, listener):
@@ -175,7 +203,14 @@ def test_two_runs_have_a_cluster_each_and_leave_nothing(tmp_path):
     """The second neither joins the first nor an address file that names it, with a home that cannot be written and a long TMPDIR."""
     environment = {**os.environ, "HOME": "/dev/null", "TMPDIR": "/tmp/" + "x" * 90}
     runs = [
-        subprocess.Popen([sys.executable, "-c", OWN, str(tmp_path)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", OWN, str(tmp_path)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     folders = []

@@ -20,19 +20,22 @@ def refusal(*overrides, name="search_hetero", folder=None):
     return message
 
 
-@pytest.mark.parametrize("override, meant", [
-    ("lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
-    ("+lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
-    ("optimizer.lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
-    ("optimizer.learning_rate=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
-    ("policies.qwen2.lr=1e-4", "policies.qwen2.optimizer.lr"),
-    ("policies.qwen2.optimizer.learning_rate=1e-4", "policies.qwen2.optimizer.lr"),
-    ("policies.llama.engine.max_modellen=3", "policies.llama.engine.max_model_len"),
-    ("temperature=1", "rollout.temperature or evaluation.temperature"),
-    ("gpus_per_node=8", "cluster.gpus_per_node"),
-    ("algorithm.advantage.meen=group", "algorithm.advantage.mean"),
-    ("algoritm=grpo", "algorithm"),
-])
+@pytest.mark.parametrize(
+    "override, meant",
+    [
+        ("lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
+        ("+lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
+        ("optimizer.lr=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
+        ("optimizer.learning_rate=1e-4", "policies.qwen2.optimizer.lr or policies.llama.optimizer.lr"),
+        ("policies.qwen2.lr=1e-4", "policies.qwen2.optimizer.lr"),
+        ("policies.qwen2.optimizer.learning_rate=1e-4", "policies.qwen2.optimizer.lr"),
+        ("policies.llama.engine.max_modellen=3", "policies.llama.engine.max_model_len"),
+        ("temperature=1", "rollout.temperature or evaluation.temperature"),
+        ("gpus_per_node=8", "cluster.gpus_per_node"),
+        ("algorithm.advantage.meen=group", "algorithm.advantage.mean"),
+        ("algoritm=grpo", "algorithm"),
+    ],
+)
 def test_a_near_miss_names_the_whole_path(override, meant):
     assert f"no such key; did you mean {meant}?" in refusal(override)
 
@@ -41,27 +44,42 @@ def test_a_near_miss_names_the_whole_path(override, meant):
 def test_a_letter_left_out_is_found(key, data):
     start = key.rpartition(".")[0]
     position = data.draw(st.integers(len(start) + 2, len(key) - 1))
-    assert key in nearest(key[:position] + key[position + 1:], KEYS)
+    assert key in nearest(key[:position] + key[position + 1 :], KEYS)
 
 
-@pytest.mark.parametrize("override", ["+policies.third={model: x}", "policies.third={model: x}", "++policies.third={model: x}", "+policies.third.model=x", "policies.third.model=x"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+policies.third={model: x}",
+        "policies.third={model: x}",
+        "++policies.third={model: x}",
+        "+policies.third.model=x",
+        "policies.third.model=x",
+    ],
+)
 def test_how_a_policy_is_added_is_said(override):
     message = refusal(override)
     assert message.startswith("policies.third") and "+policy@policies.third=tiny" in message and "qwen2, llama" in message
 
 
-@pytest.mark.parametrize("override, said", [
-    ("policies.qwen.model=x", "did you mean policies.qwen2?"),
-    ("policies.qwen2=tiny", "policy@policies.qwen2=OPTION"),
-    ("policy@policies.qwen2=tyny", "policy@policies.qwen2 = 'tyny': no such option"),
-    ("policy@policies.third=tiny", "add it: +policy@policies.third=tiny"),
-    ("polcy@policies.qwen2=tiny", "did you mean policy"),
-    ("team.agents.verifyer.system=x", "no such agent (there are verifier, search, answer)"),
-    ("policies.qwen2.template_options.enable_thinking=false", "add it: +policies.qwen2.template_options.enable_thinking=false"),
-    ("steps", "is no override"),
-    ("name=a=b", "name = 'a=b'"),
-    ("hydra.run.dir=x", "hydra.run.dir = 'x'"),
-])
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("policies.qwen.model=x", "did you mean policies.qwen2?"),
+        ("policies.qwen2=tiny", "policy@policies.qwen2=OPTION"),
+        ("policy@policies.qwen2=tyny", "policy@policies.qwen2 = 'tyny': no such option"),
+        ("policy@policies.third=tiny", "add it: +policy@policies.third=tiny"),
+        ("polcy@policies.qwen2=tiny", "did you mean policy"),
+        ("team.agents.verifyer.system=x", "no such agent (there are verifier, search, answer)"),
+        (
+            "policies.qwen2.template_options.enable_thinking=false",
+            "add it: +policies.qwen2.template_options.enable_thinking=false",
+        ),
+        ("steps", "is no override"),
+        ("name=a=b", "name = 'a=b'"),
+        ("hydra.run.dir=x", "hydra.run.dir = 'x'"),
+    ],
+)
 def test_a_mistake_of_another_kind_says_what_to_write(override, said):
     assert said in refusal(override)
 
@@ -75,7 +93,9 @@ def test_a_name_that_no_key_can_hold_is_refused_by_name(tmp_path, name, section)
     entry = {"model": "x"} if section == "policies" else {"policy": "qwen2", "prompt": "x"}
     recipe = OmegaConf.create({"defaults": ["search_hetero", "_self_"]})
     text = OmegaConf.to_yaml(recipe) + ("policies:\n  " if section == "policies" else "team:\n  agents:\n    ")
-    (tmp_path / "own.yaml").write_text(text + (f"'{name}'" if isinstance(name, str) else {None: "null", True: "true"}.get(name, str(name))) + f": {entry}\n")
+    (tmp_path / "own.yaml").write_text(
+        text + (f"'{name}'" if isinstance(name, str) else {None: "null", True: "true"}.get(name, str(name))) + f": {entry}\n"
+    )
     message = refusal(name="own", folder=tmp_path)
     assert message.startswith(section if name is None else f"{section} = {name!r}") and "cannot be the name" in message
     assert refusal("policies.qwen2.5.model=x", name="own", folder=tmp_path) == message
@@ -98,7 +118,9 @@ def own(tmp_path):
     """A folder with a team of one's own, and a precision of a name that the package has too."""
     (tmp_path / "team").mkdir()
     (tmp_path / "precision").mkdir()
-    (tmp_path / "team" / "ours.yaml").write_text((CONFIG_DIR / "team" / "search_tiny.yaml").read_text().replace("max_turns: 4", "max_turns: 2"))
+    (tmp_path / "team" / "ours.yaml").write_text(
+        (CONFIG_DIR / "team" / "search_tiny.yaml").read_text().replace("max_turns: 4", "max_turns: 2")
+    )
     (tmp_path / "precision" / "fp32.yaml").write_text("mode: fp32\nrollout: bfloat16\n")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - search_hetero\n  - override team: ours\n  - _self_\nname: mine\n")
     return tmp_path

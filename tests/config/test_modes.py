@@ -26,7 +26,11 @@ def run(team, monkeypatch, capsys, tmp_path):
     """A command in this process: exit code, output, errors."""
 
     def done(command, *arguments):
-        models = [f"policy.model={team}/qwen2", f"data={team}/dialogues.jsonl", "steps=20"] if command is sft else [f"variables.tiny_team={team}"]
+        models = (
+            [f"policy.model={team}/qwen2", f"data={team}/dialogues.jsonl", "steps=20"]
+            if command is sft
+            else [f"variables.tiny_team={team}"]
+        )
         monkeypatch.setattr(sys, "argv", ["command", f"output_dir={tmp_path}/out", *models, *arguments])
         code = command.main()
         assert not (tmp_path / "out").exists(), "a dry run leaves nothing"
@@ -36,7 +40,9 @@ def run(team, monkeypatch, capsys, tmp_path):
     return done
 
 
-@pytest.mark.parametrize("command, file", [(train, "data.train=/none"), (evaluate, "policies.llama.model=/none"), (sft, "data=/none")])
+@pytest.mark.parametrize(
+    "command, file", [(train, "data.train=/none"), (evaluate, "policies.llama.model=/none"), (sft, "data=/none")]
+)
 def test_printing_looks_at_no_file_and_checking_does(run, command, file):
     code, out, err = run(command, "--print", file)
     assert code == 0 and err == "" and "not looked at" in out.splitlines()[0] and "/none" in str(yaml.safe_load(out))

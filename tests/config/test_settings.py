@@ -33,7 +33,7 @@ def test_every_registry_is_known():
 
 
 @given(
-    st.floats(allow_nan=True), st.sampled_from([None, -1, 0, 0.5]), st.sampled_from([None, 1, 2]), st.booleans(), st.booleans(),
+    st.floats(allow_nan=True), st.sampled_from([None, -1, 0, 0.5]), st.sampled_from([None, 1, 2]), st.booleans(), st.booleans()
 )
 def test_a_number_stands_exactly_if_it_is_within_its_bounds(value, low, high, low_open, high_open):
     known = Setting("x", **({"above" if low_open else "minimum": low} | {"below" if high_open else "maximum": high}))
@@ -43,15 +43,18 @@ def test_a_number_stands_exactly_if_it_is_within_its_bounds(value, low, high, lo
     assert (known.objection(value) is None) is within
 
 
-@pytest.mark.parametrize("override, said", [
-    ("rollout.temperature=0", "rollout.temperature = 0.0: is too small; use at least 0.01"),
-    ("policies.qwen2.optimizer.beta1=1", "policies.qwen2.optimizer.beta1 = 1.0: is too large; use less than 1"),
-    ("policies.qwen2.optimizer.lr=inf", "policies.qwen2.optimizer.lr = inf: is not a finite number"),
-    ("health.masked.warn=0", "health.masked.warn = 0.0: is too small; use more than 0"),
-    ("cluster.device=tpu", "cluster.device = 'tpu': unknown; choose one of: auto, cpu, cuda"),
-    ("team.agents.search.max_response_tokens=0", "team.agents.search.max_response_tokens = 0: is too small"),
-    ("seed=2147483648", "seed = 2147483648: is too large"),
-])
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("rollout.temperature=0", "rollout.temperature = 0.0: is too small; use at least 0.01"),
+        ("policies.qwen2.optimizer.beta1=1", "policies.qwen2.optimizer.beta1 = 1.0: is too large; use less than 1"),
+        ("policies.qwen2.optimizer.lr=inf", "policies.qwen2.optimizer.lr = inf: is not a finite number"),
+        ("health.masked.warn=0", "health.masked.warn = 0.0: is too small; use more than 0"),
+        ("cluster.device=tpu", "cluster.device = 'tpu': unknown; choose one of: auto, cpu, cuda"),
+        ("team.agents.search.max_response_tokens=0", "team.agents.search.max_response_tokens = 0: is too small"),
+        ("seed=2147483648", "seed = 2147483648: is too large"),
+    ],
+)
 def test_a_value_out_of_bounds_is_refused_by_its_whole_key(override, said):
     with pytest.raises(ConfigError) as caught:
         check_settings(compose_config("search_hetero", [override]))
@@ -67,7 +70,9 @@ def test_explain_tells_a_key_and_a_section():
     assert "health.masked.stop  (float or null, default 0.5, in (0, 1])" in explain(RunConfig, "health.masked")
 
 
-@pytest.mark.parametrize("key, near", [("lr", "policies.NAME.optimizer.lr"), ("algorithm.loss.clip_hi", "algorithm.loss.clip_high")])
+@pytest.mark.parametrize(
+    "key, near", [("lr", "policies.NAME.optimizer.lr"), ("algorithm.loss.clip_hi", "algorithm.loss.clip_high")]
+)
 def test_explain_names_what_is_near(key, near):
     with pytest.raises(ConfigError, match=f"no such key; near it: .*{near}"):
         explain(RunConfig, key)
@@ -87,4 +92,6 @@ def test_every_section_says_what_it_is():
 
     composed = compose_config("search_hetero", [])
     found = {*sections(composed), *(kind for policy in composed.policies.values() for kind in sections(policy))}
-    assert [kind.__name__ for kind in found if not (kind.__doc__ or "").strip() or kind.__doc__.startswith(f"{kind.__name__}(")] == []
+    assert [
+        kind.__name__ for kind in found if not (kind.__doc__ or "").strip() or kind.__doc__.startswith(f"{kind.__name__}(")
+    ] == []

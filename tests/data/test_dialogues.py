@@ -16,24 +16,29 @@ def write(path, *lines):
 
 
 def test_both_forms_say_the_same(tmp_path):
-    chat, pair = load_dialogues(write(tmp_path / "x.jsonl", CHAT, "\n", {"prompt": "a", "response": "b", "prompt_weight": 0.5}), "data")
+    chat, pair = load_dialogues(
+        write(tmp_path / "x.jsonl", CHAT, "\n", {"prompt": "a", "response": "b", "prompt_weight": 0.5}), "data"
+    )
     assert chat.messages == pair.messages
     assert (chat.prompt_weight, pair.prompt_weight) == (None, 0.5)
     assert (chat.line, pair.line) == (1, 3)
 
 
-@pytest.mark.parametrize("bad, problem", [
-    ("{\n", "line 2 is not JSON"),
-    ([1], "line 2 is not a JSON object"),
-    ({"messages": CHAT["messages"][:1]}, "line 2 has fewer than two messages"),
-    ({"messages": CHAT["messages"][::-1]}, "line 2 does not end with what the assistant says"),
-    ({"prompt": "a"}, "line 2 has a message without a text"),
-    ({"messages": [{"role": "human", "content": "a"}, CHAT["messages"][1]]}, "line 2 has a message of role 'human'"),
-    ({"prompt": "a \ud83d", "response": "b"}, "line 2 has a message of the user that cannot be written as UTF-8"),
-    ({"prompt": "a", "response": "\frac"}, "line 2 has a message of the assistant that has the control character"),
-    ({**CHAT, "prompt_weight": -1}, "line 2 has prompt_weight -1"),
-    ({**CHAT, "prompt_weight": "much"}, "line 2 has prompt_weight 'much'"),
-])
+@pytest.mark.parametrize(
+    "bad, problem",
+    [
+        ("{\n", "line 2 is not JSON"),
+        ([1], "line 2 is not a JSON object"),
+        ({"messages": CHAT["messages"][:1]}, "line 2 has fewer than two messages"),
+        ({"messages": CHAT["messages"][::-1]}, "line 2 does not end with what the assistant says"),
+        ({"prompt": "a"}, "line 2 has a message without a text"),
+        ({"messages": [{"role": "human", "content": "a"}, CHAT["messages"][1]]}, "line 2 has a message of role 'human'"),
+        ({"prompt": "a \ud83d", "response": "b"}, "line 2 has a message of the user that cannot be written as UTF-8"),
+        ({"prompt": "a", "response": "\frac"}, "line 2 has a message of the assistant that has the control character"),
+        ({**CHAT, "prompt_weight": -1}, "line 2 has prompt_weight -1"),
+        ({**CHAT, "prompt_weight": "much"}, "line 2 has prompt_weight 'much'"),
+    ],
+)
 def test_a_malformed_line_is_named(tmp_path, bad, problem):
     with pytest.raises(ConfigError, match=problem):
         load_dialogues(write(tmp_path / "x.jsonl", CHAT, bad), "data")

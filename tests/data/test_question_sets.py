@@ -24,7 +24,11 @@ def write(tmp_path_factory):
     return written
 
 
-@given(texts=st.lists(st.sampled_from([f"q{number}" for number in range(12)]), min_size=3, max_size=20), held=st.integers(1, 5), data=st.data())
+@given(
+    texts=st.lists(st.sampled_from([f"q{number}" for number in range(12)]), min_size=3, max_size=20),
+    held=st.integers(1, 5),
+    data=st.data(),
+)
 def test_a_holdout_is_exact_disjoint_and_the_same_in_any_order(write, texts, held, data):
     config = DataConfig(train=write("a.jsonl", texts), eval_holdout=held)
     if held >= len(set(texts)):
@@ -39,11 +43,14 @@ def test_a_holdout_is_exact_disjoint_and_the_same_in_any_order(write, texts, hel
     assert {question.text for question in again.evaluation} == set(evaluated)
 
 
-@pytest.mark.parametrize("evaluated, shared, name", [
-    (["What is  A?", "b"], 2, "2 training questions"),
-    (["what is a?", "new"], 1, "2 questions, 1 of them training questions"),
-    (["new", "other"], 0, "2 held-out questions"),
-])
+@pytest.mark.parametrize(
+    "evaluated, shared, name",
+    [
+        (["What is  A?", "b"], 2, "2 training questions"),
+        (["what is a?", "new"], 1, "2 questions, 1 of them training questions"),
+        (["new", "other"], 0, "2 held-out questions"),
+    ],
+)
 def test_shared_questions_are_found_by_their_text(write, evaluated, shared, name):
     config = DataConfig(train=write("train.jsonl", ["what is A?", "b", "c"]), eval=write("eval.jsonl", evaluated))
     sets = load_question_sets(config)
@@ -51,13 +58,15 @@ def test_shared_questions_are_found_by_their_text(write, evaluated, shared, name
     warning = overlap_warning(config, sets)
     assert (warning is None) == (shared == 0)
     if shared:
-        assert "\n" not in warning and "data.eval" in warning and "data.eval_holdout" in warning and ("all 2" if shared == 2 else "1 of 2") in warning
+        assert (
+            "\n" not in warning
+            and "data.eval" in warning
+            and "data.eval_holdout" in warning
+            and ("all 2" if shared == 2 else "1 of 2") in warning
+        )
 
 
-@pytest.mark.parametrize("settings, key", [
-    ({}, "data.eval"),
-    ({"eval": "x", "eval_holdout": 3}, "data.eval_holdout"),
-])
+@pytest.mark.parametrize("settings, key", [({}, "data.eval"), ({"eval": "x", "eval_holdout": 3}, "data.eval_holdout")])
 def test_evaluation_questions_come_from_one_place(settings, key):
     with pytest.raises(ConfigError) as caught:
         check_data(DataConfig(train="x", **settings))

@@ -66,7 +66,10 @@ class Scripted:
         return await self.environment.call_tool(name, QUESTION, arguments)
 
 
-@pytest.mark.parametrize("plan, report, value, reward", [("2 + 3", "5", "5", 1.0), ("2 + 3", "10", "5", 0.5), ("2 times", "5", "", 1.0), ("2", "x", "2", 0.0)])
+@pytest.mark.parametrize(
+    "plan, report, value, reward",
+    [("2 + 3", "5", "5", 1.0), ("2 + 3", "10", "5", 0.5), ("2 times", "5", "", 1.0), ("2", "x", "2", 0.0)],
+)
 def test_the_team_calls_its_tool_and_earns_its_reward(config, plan, report, value, reward):
     environment = ENVIRONMENTS["sums"](config.environment)
     context = Scripted(environment, planner=plan, reporter=report)
@@ -83,24 +86,52 @@ def test_agents_have_names_of_their_own(config):
 def test_the_command_checks_it_and_finds_the_plugin_beside_the_recipe(guide, tmp_path):
     """In a process of its own, in another working directory."""
     import os
-
     from pathlib import Path
 
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "megatron_drmas.train", "--config-dir", str(guide), "--config-name", "sums", "--print",
-               "policies.both.model=m", "data.train=t", "data.eval=e", "environment.options.scale=2"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_drmas.train",
+        "--config-dir",
+        str(guide),
+        "--config-name",
+        "sums",
+        "--print",
+        "policies.both.model=m",
+        "data.train=t",
+        "data.eval=e",
+        "environment.options.scale=2",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert f"{guide}/sums.py" in done.stdout
-    wrong = subprocess.run([*command[:-1], "environment.options.scal=2"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)},
-                           capture_output=True, text=True, timeout=120)
-    assert wrong.returncode == 2 and "environment.options.scal" in wrong.stderr and "did you mean environment.options.scale?" in wrong.stderr
+    wrong = subprocess.run(
+        [*command[:-1], "environment.options.scal=2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        wrong.returncode == 2
+        and "environment.options.scal" in wrong.stderr
+        and "did you mean environment.options.scale?" in wrong.stderr
+    )
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("import nothing_of_the_kind\n", "line 1: ModuleNotFoundError"), ("x = 1 / 0\n", "line 1: ZeroDivisionError"), ("def\n", "SyntaxError"),
-    ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("import nothing_of_the_kind\n", "line 1: ModuleNotFoundError"),
+        ("x = 1 / 0\n", "line 1: ZeroDivisionError"),
+        ("def\n", "SyntaxError"),
+        ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
+    ],
+)
 def test_a_plugin_that_fails_is_named_with_its_line(tmp_path, text, problem):
     (tmp_path / "broken_plugin.py").write_text(text)
     with pytest.raises(ConfigError, match=f"plugins.*broken_plugin.*{problem}"):

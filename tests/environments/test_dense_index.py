@@ -21,7 +21,9 @@ from megatron_drmas.environments.dense_index import DenseIndex
 from megatron_drmas.environments.encoder import Encoder, EncoderError
 
 WORDS = ["mayor", "founder", "seat", "of", "the", "is", "kalo", "miran", "dutu", "sefo", "query:", "passage:"]
-TEXTS = [f"the {role} of {place} is {name}" for role in ("mayor", "founder", "seat") for place in WORDS[6:10] for name in WORDS[6:10]]
+TEXTS = [
+    f"the {role} of {place} is {name}" for role in ("mayor", "founder", "seat") for place in WORDS[6:10] for name in WORDS[6:10]
+]
 
 
 @pytest.fixture(scope="module")

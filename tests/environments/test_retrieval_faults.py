@@ -36,7 +36,9 @@ async def serving(handler, port=0):
 
 
 def environment(url, **of_retrieval):
-    return SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=url, topk=2, **{"timeout_s": 5.0} | of_retrieval)))
+    return SearchEnvironment(
+        EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=url, topk=2, **{"timeout_s": 5.0} | of_retrieval))
+    )
 
 
 def answer(body, form=lambda text: {"contents": text}):
@@ -77,16 +79,21 @@ async def knows_no_scores(request):
 
 async def answers_the_first_only(request):
     body = await request.json()
-    return web.json_response({"result": [[f"{(body.get('queries') or [body['query']])[0]} {rank}" for rank in range(body["topk"])]]})
+    return web.json_response(
+        {"result": [[f"{(body.get('queries') or [body['query']])[0]} {rank}" for rank in range(body["topk"])]]}
+    )
 
 
-@pytest.mark.parametrize("handler, dialect", [
-    (ranked, "lists of queries, return_scores=false"),
-    (needs_scores, "lists of queries, return_scores=true"),
-    (takes_one, "one query a request, return_scores=false"),
-    (knows_no_scores, "lists of queries, no return_scores"),
-    (answers_the_first_only, "one query a request, return_scores=false"),
-])
+@pytest.mark.parametrize(
+    "handler, dialect",
+    [
+        (ranked, "lists of queries, return_scores=false"),
+        (needs_scores, "lists of queries, return_scores=true"),
+        (takes_one, "one query a request, return_scores=false"),
+        (knows_no_scores, "lists of queries, no return_scores"),
+        (answers_the_first_only, "one query a request, return_scores=false"),
+    ],
+)
 def test_a_server_is_asked_once_how_it_wants_to_be_asked(handler, dialect):
     requests = []
 
@@ -173,13 +180,16 @@ def test_a_server_that_is_started_again_in_time_changes_no_result():
     assert asyncio.run(run()) == passages(3)
 
 
-@pytest.mark.parametrize("handler, named", [
-    (html, r"answered 200 with text/html that is not JSON and begins '<html>"),
-    (other_json, r"got an object with 'error'"),
-    (gateway, "answered 502"),
-    (internal, "answered 500"),
-    (hangs_up, "ServerDisconnected"),
-])
+@pytest.mark.parametrize(
+    "handler, named",
+    [
+        (html, r"answered 200 with text/html that is not JSON and begins '<html>"),
+        (other_json, r"got an object with 'error'"),
+        (gateway, "answered 502"),
+        (internal, "answered 500"),
+        (hangs_up, "ServerDisconnected"),
+    ],
+)
 def test_one_that_stays_so_is_named_when_the_time_is_over(handler, named):
     async def run():
         async with serving(handler) as url, environment(url, timeout_s=0.4) as searching:
@@ -209,6 +219,7 @@ def test_a_refused_query_is_not_asked_again():
 
 def test_the_wait_for_others_does_not_count():
     """Six queries, each within the limit, one at a time."""
+
     async def slow(request):
         await asyncio.sleep(0.3)
         return await takes_one(request)
@@ -226,6 +237,7 @@ def test_the_runs_own_server_is_brought_back_and_asked_again():
 
     async def run():
         async with serving(ranked) as second, serving(html) as first:
+
             async def recover(url, problem, hung):
                 asked.append((url, hung))
                 return second
@@ -246,6 +258,7 @@ def test_one_that_hangs_is_said_to():
 
     async def run():
         async with serving(ranked) as second, serving(hangs) as first:
+
             async def recover(url, problem, hung):
                 asked.append((problem, hung))
                 return second

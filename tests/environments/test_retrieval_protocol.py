@@ -46,7 +46,9 @@ def test_a_title_that_is_kept_apart_stands_before_the_text():
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["result", "document", "contents", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["result", "document", "contents", "x"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -61,15 +63,18 @@ def test_any_other_reply_is_a_value_error(reply, queries, dialect):
         assert len(found) == (queries if dialect.many else 1) and all(isinstance(text, str) for texts in found for text in texts)
 
 
-@pytest.mark.parametrize("reply, problem", [
-    ({"result": [[{"contents": None}]]}, "no text .its keys: 'contents'"),
-    ({"result": [[{"contents": "\ud800"}]]}, "surrogates not allowed"),
-    ({"error": "index is loading"}, "got an object with 'error'"),
-    ({"result": []}, "0 of 1"),
-    ({"result": [None]}, "for every query"),
-    ("<html>", "got str"),
-    (None, "got NoneType"),
-])
+@pytest.mark.parametrize(
+    "reply, problem",
+    [
+        ({"result": [[{"contents": None}]]}, "no text .its keys: 'contents'"),
+        ({"result": [[{"contents": "\ud800"}]]}, "surrogates not allowed"),
+        ({"error": "index is loading"}, "got an object with 'error'"),
+        ({"result": []}, "0 of 1"),
+        ({"result": [None]}, "for every query"),
+        ("<html>", "got str"),
+        (None, "got NoneType"),
+    ],
+)
 def test_what_is_wrong_with_a_reply_is_said(reply, problem):
     with pytest.raises(ValueError, match=problem):
         read_answer(reply, 1, MANY)

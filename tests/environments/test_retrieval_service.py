@@ -76,7 +76,10 @@ def test_one_that_cannot_start_again_ends_the_run_by_its_name(corpus):
 def test_a_living_server_is_not_started_again(corpus):
     async def work(environment, service):
         url = service.url
-        found = [await service.recover(url, "a dropped connection", False), await service.recover("http://127.0.0.1:1", "an old address", True)]
+        found = [
+            await service.recover(url, "a dropped connection", False),
+            await service.recover("http://127.0.0.1:1", "an old address", True),
+        ]
         return found == [url, url]
 
     assert run(corpus, work) == (True, [])

@@ -39,7 +39,9 @@ def ask(handler, queries=1, check=False, **settings):
 
 async def ranked(request):
     body = await request.json()
-    return web.json_response({"result": [[{"contents": f"{query} {rank}"} for rank in range(body["topk"])] for query in body["queries"]]})
+    return web.json_response(
+        {"result": [[{"contents": f"{query} {rank}"} for rank in range(body["topk"])] for query in body["queries"]]}
+    )
 
 
 @pytest.mark.parametrize("order, first", [("best_first", "q0 0"), ("best_last", "q0 1")])
@@ -72,12 +74,17 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
 
 def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
     async def run():
-        async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))) as environment:
+        async with SearchEnvironment(
+            EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))
+        ) as environment:
+
             async def fails(*asked):
                 raise RuntimeError("unforeseen")
 
             monkeypatch.setattr(environment, "_ask", fails)
-            return await asyncio.wait_for(asyncio.gather(*(environment.retrieve("q") for _ in range(3)), return_exceptions=True), 5)
+            return await asyncio.wait_for(
+                asyncio.gather(*(environment.retrieve("q") for _ in range(3)), return_exceptions=True), 5
+            )
 
     assert [type(error) for error in asyncio.run(run())] == [RuntimeError] * 3
 
@@ -146,14 +153,17 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
     assert all(isinstance(each, TrajectoryFailure) for each in ask(short, queries=3, timeout_s=0.3))
 
 
-@pytest.mark.parametrize("passage, accepted, holds", [
-    ("the mayor of Bavor is Duvas.", ("duvas",), True),
-    ("The Mayor of Bavor is Duvas.", ("An Other", "the Duvas"), True),
-    ("the mayor of Bavor is Duvasel.", ("Duvas",), False),
-    ("", ("Duvas",), False),
-    ("no", ("no",), False),
-    ("the", ("the",), False),
-])
+@pytest.mark.parametrize(
+    "passage, accepted, holds",
+    [
+        ("the mayor of Bavor is Duvas.", ("duvas",), True),
+        ("The Mayor of Bavor is Duvas.", ("An Other", "the Duvas"), True),
+        ("the mayor of Bavor is Duvasel.", ("Duvas",), False),
+        ("", ("Duvas",), False),
+        ("no", ("no",), False),
+        ("the", ("the",), False),
+    ],
+)
 def test_a_passage_supports_an_answer_that_it_holds_as_whole_words(passage, accepted, holds):
     environment = SearchEnvironment(EnvironmentConfig(name="search"))
     assert environment.supports(Question("0", "who?", accepted), ["nothing here", passage]) is holds
@@ -169,7 +179,9 @@ def test_a_server_is_tried_before_the_run_begins():
         ask(refuses, check=True, topk=1000)
 
     async def nobody():
-        async with SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:1"))) as environment:
+        async with SearchEnvironment(
+            EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:1"))
+        ) as environment:
             await environment.check()
 
     with pytest.raises(ConfigError, match=r"environment\.retrieval\.url = 'http://127\.0\.0\.1:1"):

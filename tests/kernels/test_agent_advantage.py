@@ -71,7 +71,9 @@ def test_equal_scores_have_no_spread(score, count):
 
 
 @given(
-    parts=st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4).map(lambda part: [*part, 200 - sum(part)]), min_size=2, max_size=8),
+    parts=st.lists(
+        st.lists(st.integers(0, 40), min_size=4, max_size=4).map(lambda part: [*part, 200 - sum(part)]), min_size=2, max_size=8
+    ),
     mean=st.sampled_from(["group", "agent"]),
     std=st.sampled_from(["group", "agent"]),
 )
@@ -119,24 +121,27 @@ def test_step_weighted_tokens_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([0.5**0.5, 0.5**0.5, 0.0]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("argument, value", [
-    ("scores", torch.tensor([1, 0, 5])),
-    ("scores", torch.zeros(3, 1)),
-    ("scores", torch.zeros(3, device="meta")),
-    ("group", torch.zeros(2, dtype=torch.int64)),
-    ("group", torch.zeros(3, dtype=torch.int32)),
-    ("agent", torch.zeros(1, dtype=torch.int64)),
-    ("agent", torch.zeros(3)),
-    ("offsets", torch.tensor([0, 2, 2, 3], dtype=torch.int32)),
-    ("offsets", torch.tensor([0, 2, 3])),
-    ("offsets", torch.tensor([1, 2, 2, 3])),
-    ("offsets", torch.tensor([0, 2, 1, 3])),
-    ("magnitude", torch.zeros(4)),
-    ("magnitude", torch.zeros(3, dtype=torch.int64)),
-    ("mean", "none"),
-    ("mean", "team"),
-    ("std", "trajectory"),
-])
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("scores", torch.tensor([1, 0, 5])),
+        ("scores", torch.zeros(3, 1)),
+        ("scores", torch.zeros(3, device="meta")),
+        ("group", torch.zeros(2, dtype=torch.int64)),
+        ("group", torch.zeros(3, dtype=torch.int32)),
+        ("agent", torch.zeros(1, dtype=torch.int64)),
+        ("agent", torch.zeros(3)),
+        ("offsets", torch.tensor([0, 2, 2, 3], dtype=torch.int32)),
+        ("offsets", torch.tensor([0, 2, 3])),
+        ("offsets", torch.tensor([1, 2, 2, 3])),
+        ("offsets", torch.tensor([0, 2, 1, 3])),
+        ("magnitude", torch.zeros(4)),
+        ("magnitude", torch.zeros(3, dtype=torch.int64)),
+        ("mean", "none"),
+        ("mean", "team"),
+        ("std", "trajectory"),
+    ],
+)
 def test_what_is_no_column_is_refused_by_name(argument, value):
     triton = pytest.importorskip("megatron_drmas.kernels.agent_advantage_triton")
     columns = {"scores": torch.tensor([1.0, 0.0, 5.0]), "group": torch.zeros(3, dtype=torch.int64)}
@@ -147,12 +152,15 @@ def test_what_is_no_column_is_refused_by_name(argument, value):
             function(**columns | {argument: value})
 
 
-@pytest.mark.parametrize("columns", [
-    (torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
-    (torch.zeros(3),),
-    (torch.zeros(3, dtype=torch.int32),),
-    (torch.zeros(3, 1, dtype=torch.int64),),
-])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        (torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
+        (torch.zeros(3),),
+        (torch.zeros(3, dtype=torch.int32),),
+        (torch.zeros(3, 1, dtype=torch.int64),),
+    ],
+)
 def test_an_index_is_of_int64_columns_of_one_length(columns):
     with pytest.raises(ValueError, match="needs int64"):
         dense_index(*columns)

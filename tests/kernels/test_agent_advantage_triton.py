@@ -44,7 +44,15 @@ def test_compiles_for_hopper_without_a_gpu(mean, std, tmp_path, monkeypatch):
     from megatron_drmas.kernels.agent_advantage_triton import STAT_ROWS, WRITE_ROWS, WRITE_TOKENS, _advantage_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    columns = {"scores": "*bf16", "magnitude": "*fp32", "agent": "*i32", "order": "*i64", "bounds": "*i64", "offsets": "*i64", "out": "*fp32"}
+    columns = {
+        "scores": "*bf16",
+        "magnitude": "*fp32",
+        "agent": "*i32",
+        "order": "*i64",
+        "bounds": "*i64",
+        "offsets": "*i64",
+        "out": "*fp32",
+    }
     constants = {"MEAN": mean, "STD": std, "AGENTS": 4}
     constants |= {"STAT_ROWS": STAT_ROWS, "WRITE_ROWS": WRITE_ROWS, "WRITE_TOKENS": WRITE_TOKENS}
     signature = {**columns, "epsilon": "fp32", "rounding": "fp32", **dict.fromkeys(constants, "constexpr")}
@@ -106,7 +114,9 @@ def test_input_types(dtype):
 def test_equal_scores_one_row_and_none():
     assert_matches_reference(torch.full((7,), 0.1), [0] * 7, [0, 1, 0, 1, 0, 1, 1], [2] * 7)
     assert_matches_reference(EQUAL_SUMS, [0] * 6, [0, 0, 0, 0, 1, 1], [2] * 6)
-    assert_matches_reference(torch.tensor([1.5e-8, 0.0, 0.0, 1.0, 1.0, 1.0]), [0] * 3 + [1] * 3, [0] * 6, [2] * 6, magnitude=torch.ones(6))
+    assert_matches_reference(
+        torch.tensor([1.5e-8, 0.0, 0.0, 1.0, 1.0, 1.0]), [0] * 3 + [1] * 3, [0] * 6, [2] * 6, magnitude=torch.ones(6)
+    )
     assert_matches_reference(torch.tensor([1.5e-8, 0.0, 0.5, 1.0]), [0] * 4, [0, 0, 1, 1], [2] * 4, magnitude=torch.ones(4))
     assert_matches_reference(torch.tensor([0.7]), [5], [9], [3])
     assert_matches_reference(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [])
@@ -141,8 +151,11 @@ def test_strided_columns(column):
     from megatron_drmas.kernels.agent_advantage_triton import agent_advantages_triton
 
     columns = {
-        "scores": torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 0.25]), "group": torch.tensor([0, 0, 0, 1, 1, 1]),
-        "agent": torch.tensor([0, 1, 0, 1, 1, 0]), "offsets": torch.tensor([0, 3, 4, 6, 7, 8, 12]), "magnitude": torch.ones(6),
+        "scores": torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 0.25]),
+        "group": torch.tensor([0, 0, 0, 1, 1, 1]),
+        "agent": torch.tensor([0, 1, 0, 1, 1, 0]),
+        "offsets": torch.tensor([0, 3, 4, 6, 7, 8, 12]),
+        "magnitude": torch.ones(6),
     }
     strided = torch.stack([columns[column], torch.full_like(columns[column], 99)], 1)[:, 0]
     assert not strided.is_contiguous()
@@ -154,7 +167,9 @@ def test_strided_columns(column):
 
 @inside
 @settings(max_examples=5, deadline=None)
-@given(rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.3, 1.0])), min_size=1, max_size=12))
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.3, 1.0])), min_size=1, max_size=12)
+)
 def test_the_means_of_trajectories_have_trajectory_weightings_advantages(make_batch, rows):
     from megatron_drmas.algorithm.advantages import compute_advantages
     from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig, RewardConfig
@@ -162,7 +177,9 @@ def test_the_means_of_trajectories_have_trajectory_weightings_advantages(make_ba
 
     group, sample, scores = map(list, zip(*rows))
     trajectory = [g * 4 + s for g, s in zip(group, sample)]
-    batch = make_batch([row % 3 for row in range(len(rows))], group, trajectory, [0.0] * len(rows), turn_reward=torch.tensor(scores))
+    batch = make_batch(
+        [row % 3 for row in range(len(rows))], group, trajectory, [0.0] * len(rows), turn_reward=torch.tensor(scores)
+    )
     for std in ("group", "none"):
         config = AlgorithmConfig(RewardConfig(turn=1.0), AdvantageConfig(mean="group", std=std, weighting="trajectory"))
         expected = compute_advantages(batch, config)[batch.response_offsets[:-1]]

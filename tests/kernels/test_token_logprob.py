@@ -104,7 +104,7 @@ def masked_problem():
     """Logits of which every third is -inf and of which one row has a single one left; targets that are not masked."""
     hidden, weight, targets, a, b = problem()
     logits = (hidden @ weight.t()).detach()
-    logits[:, ::3] = logits[:, PADDED // 2:] = logits[0, 2:] = float("-inf")
+    logits[:, ::3] = logits[:, PADDED // 2 :] = logits[0, 2:] = float("-inf")
     return logits, (targets % 20 * 3 + 1).index_fill(0, torch.tensor(0), 1), a, b
 
 
@@ -159,9 +159,16 @@ def test_a_target_outside_the_vocabulary_is_impossible(target):
     assert token_logprobs(torch.tensor([[0.0, float("-inf")]]), torch.tensor([1]))[0] == float("-inf")
 
 
-@pytest.mark.parametrize("function", [token_logprobs, lambda rows, targets: linear_token_logprobs(rows, torch.zeros(3, 4), targets)])
+@pytest.mark.parametrize(
+    "function", [token_logprobs, lambda rows, targets: linear_token_logprobs(rows, torch.zeros(3, 4), targets)]
+)
 def test_rows_without_a_target_are_refused(function):
-    for targets in (torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int64)):
+    for targets in (
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 1, dtype=torch.int64),
+    ):
         with pytest.raises(ValueError, match="targets"):
             function(torch.zeros(2, 4), targets)
 

@@ -2,8 +2,8 @@
 
 import json
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator, Optional
 
 import pytest
 
@@ -113,7 +113,7 @@ def trajectory_record(step: int, text: str = "") -> TrajectoryRecord:
     return TrajectoryRecord(f"q{step}", f"question of step {step}", "1 hop", 0, 0, ["Tarvel"], text or None, -0.5, False, turns)
 
 
-def play_steps(folder: Path, first: int = 1, last: int = STEPS, resume_step: Optional[int] = None, text: str = "") -> RunLog:
+def play_steps(folder: Path, first: int = 1, last: int = STEPS, resume_step: int | None = None, text: str = "") -> RunLog:
     """Log a run's steps; the log is left open, as a killed process leaves it."""
     clock = Clock()
     log = RunLog(folder, CONFIG, "team", 0, STEPS, resume_step, clock)

@@ -97,13 +97,23 @@ def test_a_skipped_optimizer_step_alarms_and_names_policy_and_agents():
 
 def test_an_agent_with_a_policy_to_itself_does_not_alarm_twice():
     watch, empty = Watch(AGENTS_OF), {"skipped": {}, "nonfinite": {}}
-    line = empty | {"step": 1, "agents": {name: {"prob_ratio": 2.0} for name in ("verifier", "search")}, "policies": {"judge": {"prob_ratio": 2.0}}}
+    line = empty | {
+        "step": 1,
+        "agents": {name: {"prob_ratio": 2.0} for name in ("verifier", "search")},
+        "policies": {"judge": {"prob_ratio": 2.0}},
+    }
     assert [alarm["who"] for alarm in watch.check(line)] == ["search", "judge"]
     assert [alarm["who"] for alarm in watch.check(line | {"policies": {}})] == ["verifier", "search"]
 
 
 def alarm(step, metric="entropy", who="writer", beyond=2.0):
-    return {"metric": metric, "who": who, "value": 1.0, "beyond": beyond, "message": f"step {step}: {metric} of {who} is {beyond}"}
+    return {
+        "metric": metric,
+        "who": who,
+        "value": 1.0,
+        "beyond": beyond,
+        "message": f"step {step}: {metric} of {who} is {beyond}",
+    }
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["judge", "writer"]), st.none() | st.floats(1.0, 9.0)), max_size=60))
@@ -113,7 +123,11 @@ def test_episodes_hold_every_alarm_once_and_lie_apart(steps):
         new, over = episodes.add(step, [alarm(step, who=who, beyond=beyond) for who, beyond in of_step.items()])
         begun += new
         ended += over
-    assert begun == episodes.all and all(not episode.open for episode in ended) and sum(not episode.open for episode in begun) == len(ended)
+    assert (
+        begun == episodes.all
+        and all(not episode.open for episode in ended)
+        and sum(not episode.open for episode in begun) == len(ended)
+    )
     for who in ("judge", "writer"):
         own = [episode for episode in episodes.all if episode.who == who]
         raised = {step: of_step[who] for step, of_step in enumerate(steps, 1) if who in of_step}
@@ -145,13 +159,22 @@ def test_how_far_a_value_is_beyond_its_limit(value):
     assert found["beyond"] == pytest.approx(value)
 
 
-@pytest.mark.parametrize("config, named", [
-    ({"rollout": {"top_p": 0.5}}, "rollout.top_p = 0.5"),
-    ({"precision": {"mode": "fp32", "rollout": "bfloat16"}}, "precision.rollout = bfloat16"),
-    ({"precision": {"mode": "fp8_emulated", "rollout": "float32"}}, "precision.mode = fp8_emulated"),
-])
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        ({"rollout": {"top_p": 0.5}}, "rollout.top_p = 0.5"),
+        ({"precision": {"mode": "fp32", "rollout": "bfloat16"}}, "precision.rollout = bfloat16"),
+        ({"precision": {"mode": "fp8_emulated", "rollout": "float32"}}, "precision.mode = fp8_emulated"),
+    ],
+)
 def test_a_probability_ratio_names_what_may_explain_it(config, named):
-    line = {"step": 1, "skipped": {}, "nonfinite": {}, "agents": {}, "policies": {"writer": {"prob_ratio": 2.0, "grad_norm_max": None}}}
+    line = {
+        "step": 1,
+        "skipped": {},
+        "nonfinite": {},
+        "agents": {},
+        "policies": {"writer": {"prob_ratio": 2.0, "grad_norm_max": None}},
+    }
     norm, ratio = Watch(AGENTS_OF, likely_causes(config)).check(line)
     assert f"; likely: {named}" in ratio["message"] and "likely" not in norm["message"]
     assert not likely_causes({"rollout": {"top_p": 1.0}, "precision": {"mode": "bf16", "rollout": "bfloat16"}})

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import HealthConfig, ShareConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.observability.health import NOTHING_LEARNABLE, WHAT, HealthRule, count_step, evaluation_alarms, in_short, refusal
+from megatron_drmas.observability.health import (
+    NOTHING_LEARNABLE,
+    WHAT,
+    HealthRule,
+    count_step,
+    evaluation_alarms,
+    in_short,
+    refusal,
+)
 from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
 
 QUESTION = Question("q", "what?", ("x",))
@@ -21,7 +29,9 @@ def trajectory(agents=("search",), failure=None, reward=0.0, **use_turn_rewards)
     return Trajectory(QUESTION, 0, 0, turns, reward=reward, failure=failure, failure_detail=failure and f"{failure} said no")
 
 
-def line(step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10), found_nothing=(0, 10), rewarded=(5, 10), agents=None):
+def line(
+    step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10), found_nothing=(0, 10), rewarded=(5, 10), agents=None
+):
     given = zip((*WHAT, "rewarded"), (masked, truncated, invalid, zero, found_nothing, rewarded))
     counts = {kind: {"team": list(count), "agents": {}} for kind, count in given}
     for kind, found in (agents or {}).items():
@@ -31,8 +41,12 @@ def line(step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10
 
 TRAJECTORIES = st.lists(
     st.builds(
-        trajectory, st.lists(st.sampled_from(["search", "answer"]), max_size=4), st.sampled_from([None, None, "retrieval", "engine", NO_SIGNAL]),
-        st.sampled_from([0.0, 1.0]), valid=st.booleans(), finish=st.sampled_from(["stop", "length"]),
+        trajectory,
+        st.lists(st.sampled_from(["search", "answer"]), max_size=4),
+        st.sampled_from([None, None, "retrieval", "engine", NO_SIGNAL]),
+        st.sampled_from([0.0, 1.0]),
+        valid=st.booleans(),
+        finish=st.sampled_from(["stop", "length"]),
     ),
     max_size=30,
 )
@@ -43,7 +57,10 @@ def test_counts_are_sums_over_agents_and_do_not_depend_on_the_order(trajectories
     counts = count_step(trajectories, {"search": [1, 2], "answer": [0, 0]})
     for kind in ("truncated", "invalid"):
         assert counts[kind]["team"] == [sum(count[i] for count in counts[kind]["agents"].values()) for i in (0, 1)]
-    assert counts["masked"]["team"][1] == len(trajectories) and counts["zero_advantage"] == {"team": [1, 2], "agents": {"search": [1, 2]}}
+    assert counts["masked"]["team"][1] == len(trajectories) and counts["zero_advantage"] == {
+        "team": [1, 2],
+        "agents": {"search": [1, 2]},
+    }
     for found in counts.values():
         for n, of in (found["team"], *found["agents"].values()):
             assert 0 <= n <= of
@@ -145,15 +162,18 @@ def test_an_evaluation_warns_of_what_it_left_out():
     assert not evaluation_alarms(found | {"masked": {"retrieval": 19}}, HealthConfig())
 
 
-@pytest.mark.parametrize("of_step, healthy", [
-    ({}, True),
-    ({"masked": (2, 10)}, False),
-    ({"truncated": (10, 10), "invalid": (10, 10)}, True),
-    ({"zero": (10, 10), "rewarded": (0, 10)}, False),
-    ({"zero": (10, 10), "rewarded": (10, 10)}, True),
-    ({"found_nothing": (10, 10)}, False),
-    ({"found_nothing": (0, 0)}, True),
-])
+@pytest.mark.parametrize(
+    "of_step, healthy",
+    [
+        ({}, True),
+        ({"masked": (2, 10)}, False),
+        ({"truncated": (10, 10), "invalid": (10, 10)}, True),
+        ({"zero": (10, 10), "rewarded": (0, 10)}, False),
+        ({"zero": (10, 10), "rewarded": (10, 10)}, True),
+        ({"found_nothing": (10, 10)}, False),
+        ({"found_nothing": (0, 0)}, True),
+    ],
+)
 def test_a_step_is_healthy_while_its_policies_can_be_relied_on(of_step, healthy):
     rule = HealthRule(HealthConfig())
     rule.check(line(**of_step))

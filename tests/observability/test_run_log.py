@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_drmas.config.schema import HealthConfig
 from megatron_drmas.observability.history import HistoryError, read_json_lines
 from megatron_drmas.observability.records import SAMPLED
-from megatron_drmas.observability.run_log import RunLog, finished_summary, closing_summary
+from megatron_drmas.observability.run_log import RunLog, closing_summary, finished_summary
 from megatron_drmas.observability.summary import Summary
 from tests.observability.conftest import CONFIG, evaluation_record, step_record
 
@@ -259,7 +259,6 @@ def test_an_episode_is_said_at_its_beginning_and_its_end_and_logged_in_every_ste
     assert [len(line["alarms"]) for line in results(tmp_path)] == [step in (2, 3, 4, 6, 13) for step in range(1, 15)]
 
 
-
 BROKEN = {  # what stands in the way -> what is said not to have been written
     "report.html": "the report",
     "summary.json": "the summary",
@@ -375,7 +374,9 @@ def test_a_resumed_run_judges_its_health_as_an_undisturbed_one(tmp_path_factory,
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["alarms"] == {"masked": 1, "nothing_learnable": 1}
     assert summary["health"]["masked"] == {"last": 0.0, "worst": 0.3, "worst_step": 2} and summary["step"] == 6
-    assert summary["refused"] == {"step": 7, "problem": "step 7 is not trained on: too many"} and summary["masked"] == {"retrieval": 9}
+    assert summary["refused"] == {"step": 7, "problem": "step 7 is not trained on: too many"} and summary["masked"] == {
+        "retrieval": 9
+    }
     report = (folder / "report.html").read_text()
     assert "step 7 is not trained on: too many" in report and report.count("nothing can be learned") == 1
 

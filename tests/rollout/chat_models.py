@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -52,7 +52,9 @@ SILENT = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\
 
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 THINKING = [AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
-VOCABULARY = [AddedToken(piece, special=False, normalized=False) for piece in (" quick", "\n\n", "<answer>")]  # no marks, but the last
+VOCABULARY = [
+    AddedToken(piece, special=False, normalized=False) for piece in (" quick", "\n\n", "<answer>")
+]  # no marks, but the last
 
 
 def byte_level(special: list[Any], **options: Any) -> Tokenizer:
@@ -61,7 +63,11 @@ def byte_level(special: list[Any], **options: Any) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _train(tokenizer, trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False), special)
+    return _train(
+        tokenizer,
+        trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+        special,
+    )
 
 
 def metaspace(special: list[Any], scheme: str) -> Tokenizer:
@@ -86,8 +92,13 @@ def unigram(special: list[Any]) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    names = ["<unk>", *(str(token.content if isinstance(token, AddedToken) else token) for token in special if str(token) != "<unk>")]
-    return _train(tokenizer, trainers.UnigramTrainer(vocab_size=120, special_tokens=names, unk_token="<unk>", show_progress=False), special)
+    names = [
+        "<unk>",
+        *(str(token.content if isinstance(token, AddedToken) else token) for token in special if str(token) != "<unk>"),
+    ]
+    return _train(
+        tokenizer, trainers.UnigramTrainer(vocab_size=120, special_tokens=names, unk_token="<unk>", show_progress=False), special
+    )
 
 
 def _bytes() -> trainers.BpeTrainer:
@@ -107,13 +118,25 @@ def _train(tokenizer: Tokenizer, trainer: Any, special: list[Any]) -> Tokenizer:
 
 
 def save(
-    folder: Path, tokenizer: Tokenizer, template: str, eos: Optional[str], bos: Optional[str] = None, unk: Optional[str] = None,
-    config: Optional[dict] = None, generation_config: Optional[dict] = None,
+    folder: Path,
+    tokenizer: Tokenizer,
+    template: str,
+    eos: str | None,
+    bos: str | None = None,
+    unk: str | None = None,
+    config: dict | None = None,
+    generation_config: dict | None = None,
 ) -> str:
     """Write the folder; `eos_token_id` of both configurations is the tokenizer's unless told otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": eos, "bos_token": bos, "unk_token": unk}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        "eos_token": eos,
+        "bos_token": bos,
+        "unk_token": unk,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     told = {"eos_token_id": tokenizer.token_to_id(eos) if eos else None}
     (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size() + 8, **told, **(config or {})}))
@@ -134,7 +157,9 @@ def make_family(name: str, folder: Path, **settings: Any) -> str:
         names += [f"<|reserved_special_token_{number}|>" for number in range(20)]
         return save(folder, byte_level(names, ignore_merges=True), LLAMA3, "<|eot_id|>", bos="<|begin_of_text|>", **settings)
     if name == "stripping":  # Phi's kind: a control token takes in the white space after it, another that before it
-        names = [AddedToken(mark, special=True, normalized=False, rstrip=True, lstrip=mark == "<|im_end|>") for mark in CHATML_TOKENS]
+        names = [
+            AddedToken(mark, special=True, normalized=False, rstrip=True, lstrip=mark == "<|im_end|>") for mark in CHATML_TOKENS
+        ]
         return save(folder, byte_level(names), CHATML, "<|im_end|>", **settings)
     names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     if name == "mistral":

@@ -4,7 +4,18 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megatron_drmas.rollout.tokenizer import ChatError, ChatTokenizer
-from tests.rollout.chat_models import CHATML, CHATML_TOKENS, FAMILIES, LLAMA3, QWEN3, SILENT, byte_level, make_family, metaspace, save
+from tests.rollout.chat_models import (
+    CHATML,
+    CHATML_TOKENS,
+    FAMILIES,
+    LLAMA3,
+    QWEN3,
+    SILENT,
+    byte_level,
+    make_family,
+    metaspace,
+    save,
+)
 from tools.tiny_team.models import POLICIES, build_model, save_policy
 
 QUESTION = [{"role": "user", "content": "what is 12 + 30?"}]
@@ -25,7 +36,12 @@ def test_ids_are_the_tokenizer_file_s_own(tmp_path, policy):
     chat = ChatTokenizer(str(tmp_path), {})
     content = "verifier\nquestion: what is the founder of Sobux?\nverifier:"
     ids = chat.prompt_ids([{"role": "user", "content": content}])
-    assert ids == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(f"<|user|>{content}<|assistant|>", add_special_tokens=False).ids
+    assert (
+        ids
+        == Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        .encode(f"<|user|>{content}<|assistant|>", add_special_tokens=False)
+        .ids
+    )
     assert chat.text(ids[1:-1]) == content
 
 
@@ -48,36 +64,59 @@ def test_options_reach_prompts_and_dialogues_alike(tmp_path, options):
     assert (prompt.count(thinking), response.count(thinking)) == ((1, 0) if options.get("enable_thinking") is False else (0, 1))
 
 
-@pytest.mark.parametrize("told, tokenizer_says, stops", [
-    ({}, "<|im_end|>", ["<|im_end|>"]),
-    ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}, "<|im_end|>", ["<|im_end|>"]),
-    ({"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 383}}, "<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
-    ({"generation_config": {"eos_token_id": [385, 383]}}, "<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
-    ({"config": {"eos_token_id": 383}}, "<|endoftext|>", ["<|endoftext|>", "<|im_end|>"]),
-    ({"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 385}}, "<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
-    ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}, None, ["<|im_end|>"]),
-])
+@pytest.mark.parametrize(
+    "told, tokenizer_says, stops",
+    [
+        ({}, "<|im_end|>", ["<|im_end|>"]),
+        ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}, "<|im_end|>", ["<|im_end|>"]),
+        (
+            {"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 383}},
+            "<|im_end|>",
+            ["<|endoftext|>", "<|im_end|>"],
+        ),
+        ({"generation_config": {"eos_token_id": [385, 383]}}, "<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
+        ({"config": {"eos_token_id": 383}}, "<|endoftext|>", ["<|endoftext|>", "<|im_end|>"]),
+        (
+            {"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 385}},
+            "<|im_end|>",
+            ["<|endoftext|>", "<|im_end|>"],
+        ),
+        ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}, None, ["<|im_end|>"]),
+    ],
+)
 def test_whatever_is_said_to_end_a_turn_ends_it(tmp_path, told, tokenizer_says, stops):
     chat = chatml(tmp_path, eos=tokenizer_says, **told)
     assert chat.stop_ids == ids(chat, *stops)
     assert [chat.end_of_turn] == ids(chat, "<|im_end|>")
 
 
-@pytest.mark.parametrize("told, said", [
-    ({}, False),
-    ({"generation_config": {"eos_token_id": [385, 383]}}, False),
-    ({"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 383}}, True),
-    ({"config": {"eos_token_id": 383}}, True),
-])
+@pytest.mark.parametrize(
+    "told, said",
+    [
+        ({}, False),
+        ({"generation_config": {"eos_token_id": [385, 383]}}, False),
+        ({"config": {"eos_token_id": 383}, "generation_config": {"eos_token_id": 383}}, True),
+        ({"config": {"eos_token_id": 383}}, True),
+    ],
+)
 def test_a_disagreement_is_said(tmp_path, told, said):
     notices = chatml(tmp_path, **told).notices
     assert any("what ends a response is told differently" in notice for notice in notices) == said
     assert not said or "<|endoftext|> (383) or <|im_end|> (385) will" in notices[0]
 
 
-@pytest.mark.parametrize("eos, problem", [
-    (9999, "no token"), (-1, "no token"), ([385, 391], "no token"), (5, "the ordinary token"), ("</s>", "'</s>'"), (True, "True"), ([385, None], "None"),
-])
+@pytest.mark.parametrize(
+    "eos, problem",
+    [
+        (9999, "no token"),
+        (-1, "no token"),
+        ([385, 391], "no token"),
+        (5, "the ordinary token"),
+        ("</s>", "'</s>'"),
+        (True, "True"),
+        ([385, None], "None"),
+    ],
+)
 @pytest.mark.parametrize("file", ["config", "generation_config"])
 def test_an_end_that_cannot_be_is_refused(tmp_path, file, eos, problem):
     with pytest.raises(ChatError, match=f"its {file}.json has eos_token_id.*{problem}"):
@@ -90,48 +129,65 @@ def test_no_end_at_all_is_refused(tmp_path):
 
 
 def test_a_template_without_an_end_leaves_it_to_the_tokenizer(tmp_path):
-    chat = chatml(tmp_path, template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}")
+    chat = chatml(
+        tmp_path,
+        template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    )
     _, response = chat.dialogue_ids([*QUESTION, {"role": "assistant", "content": "42"}])
     assert chat.text(response) == " 42\n" and [response[-1]] == ids(chat, "<|im_end|>")
 
 
-@pytest.mark.parametrize("template, options, key, problem", [
-    (QWEN3, {"enable_thinkng": False}, "enable_thinkng", "did you mean enable_thinking?"),
-    (CHATML, {"enable_thinking": False}, "enable_thinking", "never reads it"),
-    (QWEN3, {"enable_thinking": "false"}, "enable_thinking", "without quotes"),
-    (CHATML, {"messages": []}, "messages", "never reads it"),
-    (CHATML, {"add_generation_prompt": False}, "add_generation_prompt", "never reads it"),
-    (CHATML + "{{ tokenize }}", {"tokenize": True}, "tokenize", "never reads it"),
-    (CHATML, {"m": 1}, "m", "never reads it"),
-    ("{% if x", {}, None, "not Jinja"),
-    (CHATML + "{{ raise_exception('no') }}", {}, None, "cannot render user"),
-    (CHATML + "{{ 1 + 'a' }}", {}, None, "cannot render user"),
-])
+@pytest.mark.parametrize(
+    "template, options, key, problem",
+    [
+        (QWEN3, {"enable_thinkng": False}, "enable_thinkng", "did you mean enable_thinking?"),
+        (CHATML, {"enable_thinking": False}, "enable_thinking", "never reads it"),
+        (QWEN3, {"enable_thinking": "false"}, "enable_thinking", "without quotes"),
+        (CHATML, {"messages": []}, "messages", "never reads it"),
+        (CHATML, {"add_generation_prompt": False}, "add_generation_prompt", "never reads it"),
+        (CHATML + "{{ tokenize }}", {"tokenize": True}, "tokenize", "never reads it"),
+        (CHATML, {"m": 1}, "m", "never reads it"),
+        ("{% if x", {}, None, "not Jinja"),
+        (CHATML + "{{ raise_exception('no') }}", {}, None, "cannot render user"),
+        (CHATML + "{{ 1 + 'a' }}", {}, None, "cannot render user"),
+    ],
+)
 def test_a_template_or_an_option_that_cannot_work_is_refused(tmp_path, template, options, key, problem):
     with pytest.raises(ChatError) as caught:
         chatml(tmp_path, template=template, options=options)
     assert caught.value.option == key and problem.replace("\\", "") in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("template, notice", [
-    (CHATML + "{{ strftime_now('%Y') }}", "today's date"),
-    ("{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}" + CHATML, "template_options.date_string"),
-    (CHATML.replace("im_start", "start"), "<|start|>, which the tokenizer does not know"),
-])
+@pytest.mark.parametrize(
+    "template, notice",
+    [
+        (CHATML + "{{ strftime_now('%Y') }}", "today's date"),
+        (
+            "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}" + CHATML,
+            "template_options.date_string",
+        ),
+        (CHATML.replace("im_start", "start"), "<|start|>, which the tokenizer does not know"),
+    ],
+)
 def test_what_deserves_a_look_is_said(tmp_path, template, notice):
     assert any(notice in line for line in chatml(tmp_path, template=template).notices)
 
 
 def test_a_date_that_is_given_is_no_surprise(tmp_path):
-    template = "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}" + CHATML
+    template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}" + CHATML
+    )
     assert chatml(tmp_path, template=template, options={"date_string": "1 Jan 2026"}).notices == []
 
 
-@pytest.mark.parametrize("template, roles, problem", [
-    (SILENT, ("system", "user"), "leaves out what the system says"),
-    ("{{ messages[-1].content }}<|im_end|>", ("user", "assistant", "user"), "leaves out what the user says"),
-    (CHATML, ("system", "user"), None),
-])
+@pytest.mark.parametrize(
+    "template, roles, problem",
+    [
+        (SILENT, ("system", "user"), "leaves out what the system says"),
+        ("{{ messages[-1].content }}<|im_end|>", ("user", "assistant", "user"), "leaves out what the user says"),
+        (CHATML, ("system", "user"), None),
+    ],
+)
 def test_a_template_that_says_less_is_refused(tmp_path, template, roles, problem):
     chat = chatml(tmp_path, template=template)
     if problem is None:

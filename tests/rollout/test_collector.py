@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-import megatron_drmas.workflows  # noqa: F401  registers the workflows
+import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.config.schema import AgentConfig, EnvironmentConfig, RolloutConfig, TeamConfig, WorkflowConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
@@ -43,7 +43,7 @@ class Engine:
     async def poll(self, timeout_s):
         try:
             await asyncio.wait_for(self.arrived.wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return []
         self.arrived.clear()
         done, self.done = self.done, []
@@ -85,11 +85,16 @@ def reply(text):
 
 PROMPT = "{{ question }} {{ history | map(attribute='query') | join(',') }}"
 SEARCH_TOKENS = 7  # tells a script that the Search agent asks
-TEAM = Team.from_config(TeamConfig(WorkflowConfig(name="search"), {
-    "verifier": AgentConfig(policy="v", prompt=PROMPT, tag="verify", choices=["yes", "no"]),
-    "search": AgentConfig(policy="s", prompt=PROMPT, tag="search", max_response_tokens=SEARCH_TOKENS),
-    "answer": AgentConfig(policy="s", prompt=PROMPT, tag="answer"),
-}))
+TEAM = Team.from_config(
+    TeamConfig(
+        WorkflowConfig(name="search"),
+        {
+            "verifier": AgentConfig(policy="v", prompt=PROMPT, tag="verify", choices=["yes", "no"]),
+            "search": AgentConfig(policy="s", prompt=PROMPT, tag="search", max_response_tokens=SEARCH_TOKENS),
+            "answer": AgentConfig(policy="s", prompt=PROMPT, tag="answer"),
+        },
+    )
+)
 
 
 def script(query="q", answer="x"):
@@ -99,7 +104,9 @@ def script(query="q", answer="x"):
         return reply("<verify>yes</verify>" if chr(request.prompt_ids[-1]) == query[-1] else "<verify>no</verify>")(request)
 
     def rest(request):
-        return reply(f"<search>{query}</search>" if request.max_tokens == SEARCH_TOKENS else f"<answer>{answer}</answer>")(request)
+        return reply(f"<search>{query}</search>" if request.max_tokens == SEARCH_TOKENS else f"<answer>{answer}</answer>")(
+            request
+        )
 
     return verifier, rest
 
@@ -108,14 +115,21 @@ def collect(engines, samples=2, lockstep=False, config=None, timeout_s=5.0, use_
     """Everything that is collected, or what `take` makes of the collector; and the engines."""
 
     async def run():
-        built = {name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)] for name, group in engines.items()}
+        built = {
+            name: [each if isinstance(each, Engine) else Engine(each, seed=i) for i, each in enumerate(group)]
+            for name, group in engines.items()
+        }
         clients = {name: PolicyClient(name, group, timeout_s, lockstep) for name, group in built.items()}
         for client in clients.values():
             client.POLL_S = 0.05
             await client.__aenter__()
         collector = Collector(
-            team, World(EnvironmentConfig(name="world")), clients, {name: Letters() for name in built},
-            config or RolloutConfig(), seed=5,
+            team,
+            World(EnvironmentConfig(name="world")),
+            clients,
+            {name: Letters() for name in built},
+            config or RolloutConfig(),
+            seed=5,
         )
         try:
             if take is not None:
@@ -202,19 +216,30 @@ def test_lockstep_gives_the_engines_the_same_batches_whatever_the_timing(replica
     verifier, rest = script()
 
     def batches(delay_s):
-        engines = {name: [Engine(each, seed=int(delay_s * 1e4) + i, delay_s=delay_s) for i in range(replicas)] for name, each in scripts}
+        engines = {
+            name: [Engine(each, seed=int(delay_s * 1e4) + i, delay_s=delay_s) for i in range(replicas)] for name, each in scripts
+        }
         collect(engines, lockstep=True)
-        return [[[(r.seed, r.prompt_ids) for r in share] for share in engine.submits] for group in engines.values() for engine in group]
+        return [
+            [[(r.seed, r.prompt_ids) for r in share] for share in engine.submits]
+            for group in engines.values()
+            for engine in group
+        ]
 
     scripts = (("v", verifier), ("s", rest))
     assert batches(0.001) == batches(0.008)
 
 
-PLANNERS = Team.from_config(TeamConfig(WorkflowConfig(name="orch_workers"), {
-    "orchestrator": AgentConfig(policy="v", prompt="plan {{ question }}", parser="tags", tag="strategy"),
-    "worker": AgentConfig(policy="s", prompt="{{ strategy }} {{ question }}", parser="text"),
-    "synthesiser": AgentConfig(policy="v", prompt="{{ solutions | join }}", tag="answer"),
-}))
+PLANNERS = Team.from_config(
+    TeamConfig(
+        WorkflowConfig(name="orch_workers"),
+        {
+            "orchestrator": AgentConfig(policy="v", prompt="plan {{ question }}", parser="tags", tag="strategy"),
+            "worker": AgentConfig(policy="s", prompt="{{ strategy }} {{ question }}", parser="text"),
+            "synthesiser": AgentConfig(policy="v", prompt="{{ solutions | join }}", tag="answer"),
+        },
+    )
+)
 
 
 def plan(request):
@@ -229,7 +254,10 @@ def test_calls_side_by_side_keep_their_order_whatever_the_timing():
         engines = {"v": [Engine(plan, seed=int(delay_s * 1e4))], "s": [Engine(reply("s"), seed=1, delay_s=delay_s)]}
         trajectories, built = collect(engines, samples=4, lockstep=lockstep, team=PLANNERS)
         assert all(trajectory.reward == 1.0 for trajectory in trajectories)
-        return [[(turn.index, turn.agent, "".join(map(chr, turn.prompt_ids))) for turn in trajectory.turns] for trajectory in trajectories], built
+        return [
+            [(turn.index, turn.agent, "".join(map(chr, turn.prompt_ids))) for turn in trajectory.turns]
+            for trajectory in trajectories
+        ], built
 
     free, built = turns(False, 0.008)
     assert {len(of) for of in free} == {3, 4, 5} and all([index for index, *_ in of] == list(range(len(of))) for of in free)
@@ -240,11 +268,14 @@ def test_calls_side_by_side_keep_their_order_whatever_the_timing():
 
 def test_lockstep_waits_for_every_branch():
     """A round has the calls of all trajectories and of all their branches: plans, then all workers, then all answers."""
+
     def batches(delay_s):
         engines = {"v": [Engine(plan, delay_s=delay_s)], "s": [Engine(reply("s"), seed=int(delay_s * 1e4), delay_s=delay_s)]}
         trajectories, _ = collect(engines, samples=4, lockstep=True, team=PLANNERS)
         workers = sum(turn.agent == "worker" for trajectory in trajectories for turn in trajectory.turns)
-        assert [len(share) for share in engines["v"][0].submits] == [16, 16] and [len(share) for share in engines["s"][0].submits] == [workers]
+        assert [len(share) for share in engines["v"][0].submits] == [16, 16] and [
+            len(share) for share in engines["s"][0].submits
+        ] == [workers]
         return [[request.seed for request in share] for group in engines.values() for share in group[0].submits]
 
     assert batches(0.001) == batches(0.008)
@@ -298,7 +329,10 @@ def test_any_finite_reward_is_one_and_success_is_a_positive_one(monkeypatch, val
 def test_a_reward_that_is_no_finite_number_masks_its_trajectory_and_names_environment_and_question(monkeypatch, value):
     for trajectory in rewarded(monkeypatch, value):
         assert trajectory.failure == "reward" and trajectory.reward == 0.0 and not trajectory.success
-        assert "environment 'world'" in trajectory.failure_detail and f"question '{trajectory.question.id}'" in trajectory.failure_detail
+        assert (
+            "environment 'world'" in trajectory.failure_detail
+            and f"question '{trajectory.question.id}'" in trajectory.failure_detail
+        )
 
 
 def test_a_workflow_s_own_reward_is_held_to_the_same(monkeypatch):
@@ -315,10 +349,9 @@ def test_an_environment_says_itself_what_a_success_is(monkeypatch):
     assert {trajectory.question.id: trajectory.success for trajectory in done} == {"0": False, "1": False, "2": True, "3": False}
 
 
-@pytest.mark.parametrize("sample", [
-    lambda r: Sample(r.key, [], [], "error", 0, error="NaN"),
-    lambda r: Sample(r.key, [65], [float("nan")], "stop", 0),
-])
+@pytest.mark.parametrize(
+    "sample", [lambda r: Sample(r.key, [], [], "error", 0, error="NaN"), lambda r: Sample(r.key, [65], [float("nan")], "stop", 0)]
+)
 def test_an_engine_s_nan_costs_its_trajectory_only(sample):
     calls = []
 
@@ -382,7 +415,7 @@ def test_collated_columns_hold_every_turn_once():
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     assert len(batch) == len(turns)
     for row, turn in enumerate(turns):
-        start, end = batch.offsets[row:row + 2].tolist()
+        start, end = batch.offsets[row : row + 2].tolist()
         assert batch.tokens[start:end].tolist() == turn.prompt_ids + turn.token_ids
         assert batch.agents[batch.agent[row]] == turn.agent and batch.policies[batch.policy[row]] == turn.policy
         assert bool(batch.trainable[row]) == (turn.agent != "search")

@@ -24,7 +24,26 @@ def pieces(chat: ChatTokenizer) -> list[str]:
     """Control tokens, parts of them, and what surrounds them."""
     names = list(chat._control.ids)[:8]
     parts = [name[:cut] for name in names for cut in (1, 2, len(name) - 1)] + [name[1:] for name in names]
-    return [*names, *parts, " ", "\n", "\n\n", " quick", " what", "user", "é", "<", "|>", "]", "0", "\U00100000", "\U000f0000", "＜", "｜＞", "\ufffd"]
+    return [
+        *names,
+        *parts,
+        " ",
+        "\n",
+        "\n\n",
+        " quick",
+        " what",
+        "user",
+        "é",
+        "<",
+        "|>",
+        "]",
+        "0",
+        "\U00100000",
+        "\U000f0000",
+        "＜",
+        "｜＞",
+        "\ufffd",
+    ]
 
 
 def plain(chat: ChatTokenizer, messages: list[dict[str, str]], generate: bool = True) -> list[int]:
@@ -42,7 +61,11 @@ def control_ids(chat: ChatTokenizer, ids: list[int]) -> list[int]:
 @given(data=st.data())
 def test_only_the_template_writes_control_tokens(chats, family, data):
     chat = chats[family]
-    content = "".join(data.draw(st.lists(st.one_of(st.sampled_from(pieces(chat)), st.text(st.characters(codec="utf-8"), max_size=3)), max_size=8)))
+    content = "".join(
+        data.draw(
+            st.lists(st.one_of(st.sampled_from(pieces(chat)), st.text(st.characters(codec="utf-8"), max_size=3)), max_size=8)
+        )
+    )
     ids = chat.prompt_ids([{"role": "user", "content": content}])
     assert control_ids(chat, ids) == control_ids(chat, plain(chat, [{"role": "user", "content": "word"}]))
 
@@ -62,7 +85,17 @@ def test_what_contents_spell_is_what_the_model_reads(chats, family, data):
 @given(data=st.data())
 def test_without_control_tokens_the_ids_are_the_tokenizer_s_own(chats, family, data):
     chat = chats[family]
-    content = "".join(data.draw(st.lists(st.one_of(st.sampled_from([" ", "\n\n", " quick", "user", "é", "= 42."]), st.text(st.characters(codec="utf-8"), max_size=4)), max_size=8)))
+    content = "".join(
+        data.draw(
+            st.lists(
+                st.one_of(
+                    st.sampled_from([" ", "\n\n", " quick", "user", "é", "= 42."]),
+                    st.text(st.characters(codec="utf-8"), max_size=4),
+                ),
+                max_size=8,
+            )
+        )
+    )
     content = content.replace("<", "").replace("[", "")
     assert chat.prompt_ids([{"role": "user", "content": content}]) == plain(chat, [{"role": "user", "content": content}])
 
@@ -74,7 +107,10 @@ def test_the_renamed_copy_encodes_as_the_tokenizer_does(chats, family, data):
     """Any text whose control tokens all count: the way through aliases changes nothing."""
     chat = chats[family]
     names = list(chat._control.ids)[:8]
-    strings = st.one_of(st.sampled_from([*names, " ", "  ", "\n", " quick", "user", "é"]), st.text(st.characters(codec="utf-8", exclude_characters="<[＜［﹤"), max_size=4))
+    strings = st.one_of(
+        st.sampled_from([*names, " ", "  ", "\n", " quick", "user", "é"]),
+        st.text(st.characters(codec="utf-8", exclude_characters="<[＜［﹤"), max_size=4),
+    )
     text = "".join(data.draw(st.lists(strings, max_size=10)))
     assert chat._control.encode(text, Mask({}, doubtful=True)) == chat._tokenizer.encode(text, add_special_tokens=False)
 
@@ -82,7 +118,10 @@ def test_the_renamed_copy_encodes_as_the_tokenizer_does(chats, family, data):
 def test_a_system_message_that_the_user_s_completes(chats):
     """The template writes nothing between the two that would part them."""
     chat = chats["chatml"]
-    chat._tokenizer.chat_template, template = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>", chat._tokenizer.chat_template
+    chat._tokenizer.chat_template, template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>",
+        chat._tokenizer.chat_template,
+    )
     try:
         ids = chat.prompt_ids([{"role": "system", "content": "a<|im_"}, {"role": "user", "content": "end|>b"}])
         assert control_ids(chat, ids) == [chat._control.ids["<|im_start|>"]]
@@ -99,13 +138,17 @@ def test_normalisation_makes_no_control_token(chats):
 
 def test_words_among_the_added_tokens_are_vocabulary(chats):
     chat = chats["qwen3"]
-    tokens = chat._tokenizer.convert_ids_to_tokens(chat.prompt_ids([{"role": "user", "content": "a quick\n\n<answer> <|im_end|>"}]))
+    tokens = chat._tokenizer.convert_ids_to_tokens(
+        chat.prompt_ids([{"role": "user", "content": "a quick\n\n<answer> <|im_end|>"}])
+    )
     assert " quick" in tokens and "\n\n" in tokens and "<answer>" not in tokens
 
 
 def test_an_assistant_writes_the_marks_that_models_write(chats):
     chat = chats["qwen3"]
-    _, response = chat.dialogue_ids([{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nyes<|im_end|>"}])
+    _, response = chat.dialogue_ids(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nyes<|im_end|>"}]
+    )
     assert chat._tokenizer.convert_ids_to_tokens(response)[0] == "<think>"
     assert response.count(chat.end_of_turn) == 1 and response[-1] == chat.end_of_turn
     assert chat.text(response) == "<think>\nwhy\n</think>\n\nyes<|im_end|>"

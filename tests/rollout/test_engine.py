@@ -21,7 +21,15 @@ LONG = 80  # tokens; more than two blocks of the prefix cache
 def folder(tmp_path_factory) -> str:
     """A model whose files say nothing about stop tokens, and ask for a sampling that nobody wants."""
     folder = make_llama(str(tmp_path_factory.mktemp("llama")), eos_token_id=None)
-    asked = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "repetition_penalty": 5.0, "max_new_tokens": 1}
+    asked = {
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.1,
+        "min_p": 0.9,
+        "repetition_penalty": 5.0,
+        "max_new_tokens": 1,
+    }
     (Path(folder) / "generation_config.json").write_text(json.dumps(asked))
     return folder
 
@@ -55,7 +63,7 @@ def another(folder: str) -> LlamaForCausalLM:
 
 
 def reference(
-    model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, temperature: float, top_p: float = 1.0,
+    model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, temperature: float, top_p: float = 1.0
 ) -> torch.Tensor:
     """Log-probs of the sampled ids under the distribution that they should have been drawn from."""
     ids = torch.tensor([prompt_ids + sample.token_ids])

@@ -13,7 +13,14 @@ import pytest
 
 pytestmark = pytest.mark.slurm
 
-SMALL = ("steps=2", "questions_per_step=4", "group_size=2", "data.eval_limit=8", "evaluation.greedy=false", "checkpoint.export=false")
+SMALL = (
+    "steps=2",
+    "questions_per_step=4",
+    "group_size=2",
+    "data.eval_limit=8",
+    "evaluation.greedy=false",
+    "checkpoint.export=false",
+)
 
 
 class Lab:
@@ -24,7 +31,9 @@ class Lab:
         self.environment = environment
 
     def __call__(self, *command: str, cwd: Path | None = None, timeout: float = 30) -> str:
-        done = subprocess.run(command, cwd=cwd or self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, cwd=cwd or self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -49,7 +58,11 @@ def slurm(repository):
         port = probe.getsockname()[1]
     root = Path(tempfile.mkdtemp(prefix="slurm_lab_"))  # pytest's folders are private, and munged wants its socket reachable
     root.chmod(0o755)
-    environment = os.environ | {"SLURM_LAB_ROOT": str(root), "SLURM_CONF": str(root / "etc/slurm.conf"), "SLURM_BASE_PORT": str(port)}
+    environment = os.environ | {
+        "SLURM_LAB_ROOT": str(root),
+        "SLURM_CONF": str(root / "etc/slurm.conf"),
+        "SLURM_BASE_PORT": str(port),
+    }
     lab = Lab(repository, environment)
     try:
         lab("bash", "tests/slurm_lab/start_slurm.sh", timeout=60)

@@ -20,9 +20,9 @@ def call(error, timeout_s=None):
     return asyncio.run(Tool("broken", fails, timeout_s).call(Question("1", "q", ("a",)), {}))
 
 
-@pytest.mark.parametrize("error", [
-    LibraryError("no"), RuntimeError("no"), EOFError("no"), AssertionError("no"), ValueError("no"), TimeoutError(),
-])
+@pytest.mark.parametrize(
+    "error", [LibraryError("no"), RuntimeError("no"), EOFError("no"), AssertionError("no"), ValueError("no"), TimeoutError()]
+)
 @pytest.mark.parametrize("timeout_s", [None, 5.0])
 def test_an_error_of_any_kind_costs_the_trajectory_and_names_the_tool(error, timeout_s):
     with pytest.raises(TrajectoryFailure, match="'broken'"):

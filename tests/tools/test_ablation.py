@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_drmas.algorithm.advantages import check_advantage_config, compute_advantages
-from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.config.algorithm import AlgorithmConfig
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import count_spikes, mean_and_error, read_run, summarise
 from tools.ablation.ungated import frozen_results

@@ -133,7 +133,14 @@ def test_a_missing_cpu_build_of_torch_says_what_to_set(checkout):
     assert code != 0 and "PIP_EXTRA_INDEX_URL" in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("cause", ["NewConnectionError('Failed to establish a new connection')", "NameResolutionError(\"Failed to resolve\")", "ProxyError('Cannot connect')"])
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "NewConnectionError('Failed to establish a new connection')",
+        'NameResolutionError("Failed to resolve")',
+        "ProxyError('Cannot connect')",
+    ],
+)
 def test_without_a_network_one_line_says_where_to_run_it(checkout, cause):
     says = f"WARNING: Retrying (Retry(total=0)) after connection broken by '{cause}': /simple/torch/\nERROR: No matching distribution found for torch==2.13.0+cpu"
     code, output = checkout.run(PIP_FAILS_ON="packages.txt", PIP_SAYS=says)

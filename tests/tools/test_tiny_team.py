@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megatron_drmas.config.load import compose_config
-from megatron_drmas.validate import validate
 from megatron_drmas.rollout.tokenizer import load_tokenizer
 from megatron_drmas.team.team import Team
+from megatron_drmas.validate import validate
 from megatron_drmas.workflows.search import SearchStep
 from tools.tiny_team.__main__ import WEIGHTS
 from tools.tiny_team.dialogues import Noise, load_agents, stream_examples
@@ -54,7 +54,10 @@ def test_examples_parse_fit_and_carry_no_evaluated_name():
     for example in islice(stream_examples(seed=0), 2000):
         *prompt, response = example.messages
         assert team.agents[example.agent].parse(response["content"]) is not None
-        assert len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]) <= config.rollout.max_prompt_tokens
+        assert (
+            len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])
+            <= config.rollout.max_prompt_tokens
+        )
         limit = team.agents[example.agent].config.max_response_tokens
         assert len(tokenizer.encode(response["content"], add_special_tokens=False)) + 1 <= limit
 
@@ -78,7 +81,7 @@ def test_without_noise_the_expert_is_right():
 def test_a_recipe_sees_its_agents_equally_often(policy, tmp_path):
     write_examples(policy, tmp_path / "examples.jsonl")
     marks = [json.loads(line)["messages"][0]["content"].split()[0] for line in (tmp_path / "examples.jsonl").open()]
-    per_batch = [Counter(marks[start:start + BATCH]) for start in range(0, len(marks), BATCH)]
+    per_batch = [Counter(marks[start : start + BATCH]) for start in range(0, len(marks), BATCH)]
     assert len(per_batch) == RECIPES[policy].steps
     assert all(set(counts.values()) == {BATCH // len(RECIPES[policy].agents)} for counts in per_batch)
 
@@ -101,7 +104,7 @@ def test_shipped_verifier_speaks_its_tag(tiny_team):
     prompt = verifier.messages(question="what is the mayor of Bavor?", history=[], turn=1, max_turns=4)
     ids = torch.tensor([tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(tiny_team / "qwen2", dtype=torch.float32)
-    said = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1]:]
+    said = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
     assert verifier.parse(tokenizer.decode(said, skip_special_tokens=True)) in ("yes", "no")
 
 
@@ -116,9 +119,13 @@ def losses(folder, policy, noise, count=200):
         responses = []
         for *prompt, response in (example.messages for example in islice(stream, count)):
             prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
-            ids = torch.tensor(prompt_ids + tokenizer.encode(response["content"], add_special_tokens=False) + [tokenizer.eos_token_id])
-            responses.append((model(ids[None]).logits[0, len(prompt_ids) - 1:-1], ids[len(prompt_ids):]))
-        loss[agent] = cross_entropy(torch.cat([logits for logits, _ in responses]), torch.cat([ids for _, ids in responses])).item()
+            ids = torch.tensor(
+                prompt_ids + tokenizer.encode(response["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
+            )
+            responses.append((model(ids[None]).logits[0, len(prompt_ids) - 1 : -1], ids[len(prompt_ids) :]))
+        loss[agent] = cross_entropy(
+            torch.cat([logits for logits, _ in responses]), torch.cat([ids for _, ids in responses])
+        ).item()
         right[agent] = sum(bool((logits.argmax(-1) == ids).all()) for logits, ids in responses) / count
     return loss, right
 

@@ -41,10 +41,15 @@ def test_worlds_need_no_byte_tokens():
 def test_saved_tokenizer_is_the_same(tmp_path):
     save_tokenizer(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    messages = [{"role": "system", "content": "héllo"}, {"role": "user", "content": "verifier\nquestion: what is the mayor of Bavor?"}]
+    messages = [
+        {"role": "system", "content": "héllo"},
+        {"role": "user", "content": "verifier\nquestion: what is the mayor of Bavor?"},
+    ]
     assert loaded.get_vocab() == TOKENIZER.get_vocab()
     assert (loaded.pad_token_id, loaded.eos_token_id) == (PAD, END)
-    assert loaded.apply_chat_template(messages, add_generation_prompt=True) == TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)
+    assert loaded.apply_chat_template(messages, add_generation_prompt=True) == TOKENIZER.apply_chat_template(
+        messages, add_generation_prompt=True
+    )
 
 
 @pytest.mark.parametrize("tag", TAGS)

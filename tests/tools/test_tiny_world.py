@@ -161,5 +161,5 @@ def test_searching_for_the_question_is_not_enough(index, questions):
 
 
 def test_an_answer_agent_that_copies_the_wrong_name_loses(index, questions):
-    subject = lambda question, history: history[-1].passages[-1].split(" of ")[1].split(" is ")[0]  # noqa: E731
+    subject = lambda question, history: history[-1].passages[-1].split(" of ")[1].split(" is ")[0]
     assert exact_matches(index, questions, answer=subject) == 0.0

@@ -58,7 +58,9 @@ def nccl_messages() -> tuple[dict, list, list]:
     def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
         sent.append((tensor.tolist(), src))
 
-    ranks = [NCCLWeightTransferInitInfo(**info) for info in NcclTransport.engine_init_infos("10.0.0.1", 29500, engines=2, tensor=4)]
+    ranks = [
+        NCCLWeightTransferInitInfo(**info) for info in NcclTransport.engine_init_infos("10.0.0.1", 29500, engines=2, tensor=4)
+    ]
     with mock.patch("torch.cuda.current_stream"):
         sender = NcclSender(SimpleNamespace(broadcast=broadcast), iter(TENSORS), 10**6)
         info = NCCLWeightTransferUpdateInfo(**sender.next_bucket())

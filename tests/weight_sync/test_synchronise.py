@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from typing import Optional
 
 import pytest
 
@@ -15,19 +14,19 @@ PATIENCE_S = 30.0  # a test that waits so long has hung
 class PretendSender:
     """A rank with the buckets of its pipeline stage."""
 
-    def __init__(self, name: str, buckets: list[Optional[dict]], log: list):
+    def __init__(self, name: str, buckets: list[dict | None], log: list):
         self.name, self.log, self.ended = name, log, 0
         self._buckets = iter(buckets)
 
     def calls(self, **replaced) -> SenderCalls:
-        return SenderCalls(**{
-            "name": self.name, "begin_send": self.begin, "next_bucket": self.next, "end_send": self.end, **replaced,
-        })
+        return SenderCalls(
+            **{"name": self.name, "begin_send": self.begin, "next_bucket": self.next, "end_send": self.end, **replaced}
+        )
 
     async def begin(self, verify: bool) -> None:
         self.log.append(("begin_send", self.name))
 
-    async def next(self) -> Optional[dict]:
+    async def next(self) -> dict | None:
         await asyncio.sleep(0)
         info = next(self._buckets, None)
         self.log.append(("write", self.name, info and info["names"]))
@@ -40,15 +39,21 @@ class PretendSender:
 
 
 class PretendEngine:
-    def __init__(self, name: str, log: list, digests: Optional[dict] = None):
+    def __init__(self, name: str, log: list, digests: dict | None = None):
         self.name, self.log, self.loaded, self.version = name, log, [], None
         self.digests = digests or {"a": "1", "b": "2", "c": "3"}
 
     def calls(self, **replaced) -> EngineCalls:
-        return EngineCalls(**{
-            "name": self.name, "begin_update": self.begin, "load_bucket": self.load, "finish_update": self.finish,
-            "weight_digests": self.digest, **replaced,
-        })
+        return EngineCalls(
+            **{
+                "name": self.name,
+                "begin_update": self.begin,
+                "load_bucket": self.load,
+                "finish_update": self.finish,
+                "weight_digests": self.digest,
+                **replaced,
+            }
+        )
 
     async def begin(self) -> None:
         self.log.append(("begin_update", self.name))

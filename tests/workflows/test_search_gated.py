@@ -9,18 +9,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron_drmas.workflows  # noqa: F401
+import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.load import CONFIG_DIR, compose_config
+from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.schema import EnvironmentConfig, RolloutConfig, WorkflowConfig
-from megatron_drmas.validate import validate
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.collector import Collector, Sampling
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.trajectory import Outcome, Turn
 from megatron_drmas.team.workflow import WORKFLOWS, Workflow
+from megatron_drmas.validate import validate
 from tests.scripted import ScriptedTools
 
 QUESTION = Question("0", "who?", ("x",))

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-import megatron_drmas.workflows  # noqa: F401
+import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.config.schema import WorkflowConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Turn
-from tests.scripted import ScriptedTools
 from megatron_drmas.team.workflow import WORKFLOWS, Workflow, register_workflow
+from tests.scripted import ScriptedTools
 
 QUESTION = Question("0", "who?", ("x",))
 
@@ -89,7 +89,7 @@ def test_only_the_first_query_is_the_search_agents():
 @pytest.mark.parametrize("history", [0, 1, 2])
 def test_history_shows_the_latest_turns(history):
     script, _ = run("search", {"verifier": ["no", "no", "yes"], "search": ["a", "b"], "answer": ["y"]}, history=history)
-    assert [step.query for step in script.histories[-1]] == ["a", "b"][2 - history:]
+    assert [step.query for step in script.histories[-1]] == ["a", "b"][2 - history :]
 
 
 def test_math_stops_at_the_first_approval():
@@ -108,7 +108,9 @@ def test_a_call_is_made_only_if_what_it_says_can_change_the_outcome(name):
     """Of every run over contents that a parser may return: some other content of the last call would have ended it otherwise."""
     words = {"answers": ["x", "y", None], "picks": ["1", "2", None], "plans": ['["a"]', None], "queries": ["q"]}
     of_agent = {"aggregator": "picks", "orchestrator": "plans", "search": "queries", "follow_up": "queries"}
-    said = {agent: [*WORKFLOWS[name].verdicts.get(agent, words[of_agent.get(agent, "answers")])] for agent in WORKFLOWS[name].agents}
+    said = {
+        agent: [*WORKFLOWS[name].verdicts.get(agent, words[of_agent.get(agent, "answers")])] for agent in WORKFLOWS[name].agents
+    }
     ends = {}  # what was said, call by call -> the answer
 
     def explore(contents):
@@ -125,7 +127,7 @@ def test_a_call_is_made_only_if_what_it_says_can_change_the_outcome(name):
 
     explore([])
     for contents, (agent, _) in ends.items():
-        others = {answer for other, (_, answer) in ends.items() if other[:len(contents) - 1] == contents[:-1]}
+        others = {answer for other, (_, answer) in ends.items() if other[: len(contents) - 1] == contents[:-1]}
         assert len(others) > 1, f"{contents}: the last call, of {agent}, changes nothing"
 
 
@@ -167,14 +169,17 @@ class Branch(ScriptedTools):
         return True
 
 
-@pytest.mark.parametrize("name, lines, judged", [
-    ("math", {"solver": ["s1"], "verifier": ["approve"]}, [-1, 1]),
-    ("math", {"solver": ["s1", "s2"], "verifier": ["reject", "reject"]}, [-1, -1, -1]),
-    ("eval_opt", {"generator": ["s1", "s2"], "evaluator": ["incorrect", "correct"]}, [-1, -1, -1, 1]),
-    ("search", {"verifier": ["no", "yes"], "search": ["q"], "answer": ["x"]}, [-1, -1, 1, -1]),
-    ("search", {"verifier": ["no", None], "search": ["q"]}, [-1, -1, -1]),
-    ("voting", {"voter": ["x", "y"], "aggregator": ["2"]}, [-1, -1, -1]),
-])
+@pytest.mark.parametrize(
+    "name, lines, judged",
+    [
+        ("math", {"solver": ["s1"], "verifier": ["approve"]}, [-1, 1]),
+        ("math", {"solver": ["s1", "s2"], "verifier": ["reject", "reject"]}, [-1, -1, -1]),
+        ("eval_opt", {"generator": ["s1", "s2"], "evaluator": ["incorrect", "correct"]}, [-1, -1, -1, 1]),
+        ("search", {"verifier": ["no", "yes"], "search": ["q"], "answer": ["x"]}, [-1, -1, 1, -1]),
+        ("search", {"verifier": ["no", None], "search": ["q"]}, [-1, -1, -1]),
+        ("voting", {"voter": ["x", "y"], "aggregator": ["2"]}, [-1, -1, -1]),
+    ],
+)
 def test_the_return_judges_the_verdict_that_led_to_it_and_no_other(name, lines, judged):
     """A pick of two candidates accepts nothing, and a rejected solution is not the one that is returned."""
     script, _ = run(name, lines, max_turns=2, width=2)
@@ -189,7 +194,9 @@ def test_eval_opt_answers_the_last_critique():
     assert script.calls == ["generator", "evaluator"] and outcome.answer == "s1" and outcome.info["accepted"]
 
 
-@pytest.mark.parametrize("pick, answer", [("2", "x"), ("1", "y"), ("3", None), ("4", None), ("0", None), ("-1", None), (None, None)])
+@pytest.mark.parametrize(
+    "pick, answer", [("2", "x"), ("1", "y"), ("3", None), ("4", None), ("0", None), ("-1", None), (None, None)]
+)
 def test_voting_takes_the_picked_candidate_and_no_other(pick, answer):
     """The third candidate is malformed; there is no fourth."""
     script, outcome = run("voting", {"voter": ["y", "x", None], "aggregator": [pick]})
@@ -203,7 +210,9 @@ def test_there_is_nothing_to_pick_among_malformed_candidates():
 
 @pytest.mark.parametrize("strategies, workers", [(["a"], 1), (["a", "b", "c"], 3), (["a", "b", "c", "d"], 3)])
 def test_a_worker_solves_by_each_strategy(strategies, workers):
-    script, outcome = run("orch_workers", {"orchestrator": [json.dumps(strategies)], "worker": ["w"] * workers, "synthesiser": ["x"]})
+    script, outcome = run(
+        "orch_workers", {"orchestrator": [json.dumps(strategies)], "worker": ["w"] * workers, "synthesiser": ["x"]}
+    )
     assert script.calls == ["orchestrator"] + ["worker"] * workers + ["synthesiser"] and outcome.answer == "x"
 
 
@@ -217,26 +226,29 @@ def test_single_is_one_call():
     assert script.calls == ["solver"] and outcome.answer == "s"
 
 
-@pytest.mark.parametrize("name, lines, earned", [
-    ("math", {"solver": ["z", "x"], "verifier": ["reject", "approve"]}, [0, 1, 1, 1]),
-    ("math", {"solver": ["x", "z"], "verifier": ["reject", "approve"]}, [1, 0, 0, 0]),
-    ("math", {"solver": [None, "z", "x"], "verifier": [None, "reject", "approve"]}, [0, 0, 0, 1, 1, 1]),
-    ("search", {"verifier": ["no", "yes"], "search": ["x"], "answer": ["x"]}, [1, 1, 1, 1]),
-    ("search", {"verifier": ["no", "yes"], "search": ["z"], "answer": ["x"]}, [1, 0, 0, 1]),
-    ("search", {"verifier": ["no", "no", "yes"], "search": ["x", None], "answer": ["z"]}, [1, 1, 0, 0, 1, 0]),
-    ("search", {"verifier": ["yes"], "search": [], "answer": [None]}, [0, 0]),
-    ("single", {"solver": ["x"]}, [1]),
-    ("eval_opt", {"generator": ["z", "x"], "evaluator": ["incorrect", "correct"]}, [0, 1, 1, 1]),
-    ("eval_opt", {"generator": ["x", "z"], "evaluator": ["incorrect", "correct"]}, [1, 0, 0, 0]),
-    ("voting", {"voter": ["z", "x", None], "aggregator": ["2"]}, [0, 1, 0, 1]),
-    ("voting", {"voter": ["z", "x", None], "aggregator": ["1"]}, [0, 1, 0, -1]),
-    ("voting", {"voter": ["z", "z", None], "aggregator": ["1"]}, [0, 0, 0, 0]),
-    ("orch_workers", {"orchestrator": ['["a", "b"]'], "worker": ["x", "z"], "synthesiser": ["x"]}, [0.5, 1, 0, 1]),
-])
+@pytest.mark.parametrize(
+    "name, lines, earned",
+    [
+        ("math", {"solver": ["z", "x"], "verifier": ["reject", "approve"]}, [0, 1, 1, 1]),
+        ("math", {"solver": ["x", "z"], "verifier": ["reject", "approve"]}, [1, 0, 0, 0]),
+        ("math", {"solver": [None, "z", "x"], "verifier": [None, "reject", "approve"]}, [0, 0, 0, 1, 1, 1]),
+        ("search", {"verifier": ["no", "yes"], "search": ["x"], "answer": ["x"]}, [1, 1, 1, 1]),
+        ("search", {"verifier": ["no", "yes"], "search": ["z"], "answer": ["x"]}, [1, 0, 0, 1]),
+        ("search", {"verifier": ["no", "no", "yes"], "search": ["x", None], "answer": ["z"]}, [1, 1, 0, 0, 1, 0]),
+        ("search", {"verifier": ["yes"], "search": [], "answer": [None]}, [0, 0]),
+        ("single", {"solver": ["x"]}, [1]),
+        ("eval_opt", {"generator": ["z", "x"], "evaluator": ["incorrect", "correct"]}, [0, 1, 1, 1]),
+        ("eval_opt", {"generator": ["x", "z"], "evaluator": ["incorrect", "correct"]}, [1, 0, 0, 0]),
+        ("voting", {"voter": ["z", "x", None], "aggregator": ["2"]}, [0, 1, 0, 1]),
+        ("voting", {"voter": ["z", "x", None], "aggregator": ["1"]}, [0, 1, 0, -1]),
+        ("voting", {"voter": ["z", "z", None], "aggregator": ["1"]}, [0, 0, 0, 0]),
+        ("orch_workers", {"orchestrator": ['["a", "b"]'], "worker": ["x", "z"], "synthesiser": ["x"]}, [0.5, 1, 0, 1]),
+    ],
+)
 def test_what_a_call_earns_by_itself(name, lines, earned):
     """In the order of the calls; "x" is the answer.  None of it is looked at unless asked for."""
     script, _ = run(name, lines, use_turn_rewards=True, max_turns=sum(map(len, lines.values())))
-    assert [turn.reward for turn in script.turns[:len(earned)]] == earned
+    assert [turn.reward for turn in script.turns[: len(earned)]] == earned
     script, _ = run(name, lines, max_turns=sum(map(len, lines.values())))
     assert not any(turn.reward for turn in script.turns)
 

@@ -8,11 +8,11 @@ import asyncio
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
-import megatron_drmas.workflows  # noqa: F401  registers the workflows
+import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.data.questions import Question, load_questions
@@ -35,7 +35,7 @@ class Context:
     """One trajectory up to the Answer agent: whether each query was well formed, and Answer's prompt if it is called."""
 
     valid: tuple[bool, ...]
-    prompt: Optional[tuple[int, ...]]
+    prompt: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Scripted:
     use_turn_rewards = False
 
     def __init__(
-        self, queries: list[tuple[str, Optional[str]]], lost: bool, environment: SearchEnvironment, question: Question, find: Any
+        self, queries: list[tuple[str, str | None]], lost: bool, environment: SearchEnvironment, question: Question, find: Any
     ):
         self._queries, self._lost, self._environment, self._question, self._find = (
             iter(queries),
@@ -105,7 +105,7 @@ class ContextStudy:
         self._found: dict[str, list[str]] = {}
         self._generator = torch.Generator().manual_seed(seed)
 
-    def draw(self, split: str, limit: Optional[int] = None) -> list[QuestionContexts]:
+    def draw(self, split: str, limit: int | None = None) -> list[QuestionContexts]:
         """The contexts of every question (at most `limit`) of train, dev or eval."""
         questions = load_questions(str(self.tiny_team / f"{split}.jsonl"), split, limit)
         kinds = (False, True) if split == "train" else (False,)
@@ -139,7 +139,7 @@ class ContextStudy:
             for number, question in enumerate(questions)
         ]
 
-    def _next_call(self, question: Question, lost: bool, queries: list) -> tuple[Optional[str], Optional[tuple[int, ...]]]:
+    def _next_call(self, question: Question, lost: bool, queries: list) -> tuple[str | None, tuple[int, ...] | None]:
         context = _Scripted(queries, lost, self.environment, question, self._find)
         try:
             asyncio.run(self.team.workflow.run(context, question))

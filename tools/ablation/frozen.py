@@ -1,16 +1,16 @@
 """All variants on identical rollouts of frozen policies: what a normalisation does to the gradient, and nothing else."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
-from typing import Callable
 
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.agent_statistics import agent_statistics
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.cluster import Cluster
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.data.questions import Question, load_questions
-from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.collector import Sampling
 from megatron_drmas.team.team import Team

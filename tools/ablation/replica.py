@@ -9,7 +9,6 @@ alone see the same questions, the same trajectories of Search and the same unifo
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.algorithm.losses import LossInputs, policy_loss
 from megatron_drmas.algorithm.minibatch import plan_minibatches
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.config.schema import AgentConfig
 from megatron_drmas.environments.search import exact_match
-from megatron_drmas.batch import TurnBatch
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.parsing import PARSERS
 from tools.ablation.branches import Calls, Responses, response_logits, response_logprobs, sample
@@ -159,7 +158,7 @@ class Replica:
 
     def _update(
         self, model: TinyLlama, optimizer: torch.optim.Optimizer, rollout: Rollout, settings: Settings, generator: torch.Generator
-    ) -> dict[str, Optional[float]]:
+    ) -> dict[str, float | None]:
         batch, answers = rollout.batch, rollout.answers
         advantages = row_advantages(batch, settings.variant)[answers]
         norms = [0.0]
@@ -180,7 +179,7 @@ class Replica:
             "norm": _rounded(max(norms)),
         }
 
-    def signal_to_noise(self, model: TinyLlama, settings: Settings) -> Optional[float]:
+    def signal_to_noise(self, model: TinyLlama, settings: Settings) -> float | None:
         """|E g|^2 / tr Cov(g) of the batch's gradient, the same questions sampled again and again; unbiased above and below.
 
         The questions and random numbers are the same in all runs.  None if no resample has a gradient.
@@ -283,5 +282,5 @@ def _nothing() -> Responses:
     return Responses(torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.bool), torch.zeros(0, 0))
 
 
-def _rounded(value: Optional[float]) -> Optional[float]:
+def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")

@@ -2,9 +2,10 @@
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Iterable, Optional
+from typing import Any
 
 from megatron_drmas.observability.history import write_atomically
 from tools.ablation.figures import point_figure
@@ -185,7 +186,7 @@ def _matches(runs: dict[Pair, dict[str, Any]]) -> list[str]:
     return [interval([final(run, "eval", mode) for run in runs.values()]) for mode in ("sampled", "greedy")]
 
 
-def _known(values: Iterable[Optional[float]]) -> float:
+def _known(values: Iterable[float | None]) -> float:
     """The mean of the values that are there; nan of none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else math.nan

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Optional
 
 from megatron_drmas.observability.history import read_json_lines
 
@@ -22,9 +21,9 @@ class Run:
     nonfinite: int = 0  # optimizer steps skipped for a gradient that was not finite
     inflation: dict[str, list[float]] = field(default_factory=dict)  # lemma factor by agent
     returns: dict[str, list[float]] = field(default_factory=dict)  # by agent, mean over its calls of their trajectories' return
-    exact_match: Optional[float] = None  # sampled, after the last step
-    pass_at_k: Optional[float] = None
-    greedy: Optional[float] = None
+    exact_match: float | None = None  # sampled, after the last step
+    pass_at_k: float | None = None
+    greedy: float | None = None
 
     @property
     def spikes(self) -> dict[str, int]:

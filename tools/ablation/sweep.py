@@ -7,9 +7,10 @@ it was stopped, and another one adds to it.
 import argparse
 import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from rich.progress import Progress
 

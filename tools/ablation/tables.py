@@ -1,8 +1,8 @@
 """Markdown tables, and numbers in them."""
 
 import math
+from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
-from typing import Iterable, Optional, Sequence
 
 from scipy.stats import t
 
@@ -14,7 +14,7 @@ def table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
-def number(value: Optional[float]) -> str:
+def number(value: float | None) -> str:
     """Three digits, or a dash for a value that is missing."""
     return "–" if value is None or math.isnan(value) else f"{value:.3g}"
 
@@ -26,7 +26,7 @@ def half_width(values: Sequence[float]) -> float:
     return float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
 
 
-def interval(values: Sequence[Optional[float]], signed: bool = False) -> str:
+def interval(values: Sequence[float | None], signed: bool = False) -> str:
     """Mean ± `half_width`, missing values left out."""
     known = [value for value in values if value is not None]
     if not known:

@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.validate import validate
 from megatron_drmas.observability.history import write_atomically
+from megatron_drmas.validate import validate
 from tools.ablation.command import PRECISIONS, command_parser, count, prepare, progress_bars, steps_done, train_run
 from tools.ablation.report import write_figure, write_table
 from tools.ablation.results import Run, read_run, summarise

@@ -1,7 +1,6 @@
 """The normalisations that are compared, and what the paper reports for them."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 from megatron_drmas.config.algorithm import AdvantageConfig
 
@@ -12,7 +11,7 @@ class Variant:
 
     label: str
     advantage: AdvantageConfig
-    paper: Optional[tuple[float, float]]
+    paper: tuple[float, float] | None
 
     @property
     def overrides(self) -> list[str]:

@@ -10,14 +10,14 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from typing import Callable
+from collections.abc import Callable
 
 import numpy
 import torch
 
 from megatron_drmas.algorithm.advantages import compute_advantages
-from megatron_drmas.config.algorithm import AlgorithmConfig
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.config.algorithm import AlgorithmConfig
 
 AGENTS, SAMPLES, TURNS = 3, 5, 4
 

@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import sys
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

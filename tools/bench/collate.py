@@ -31,8 +31,18 @@ def trajectories(count: int, tokens: int) -> list[Trajectory]:
     for number in range(count):
         turns = [
             Turn(
-                agent="a", policy="p", index=index, messages=[], prompt_ids=list(range(tokens)), token_ids=list(range(tokens // 8)),
-                logprobs=[-0.5] * (tokens // 8), limit=tokens, finish_reason="stop", weight_version=0, text="", content="",
+                agent="a",
+                policy="p",
+                index=index,
+                messages=[],
+                prompt_ids=list(range(tokens)),
+                token_ids=list(range(tokens // 8)),
+                logprobs=[-0.5] * (tokens // 8),
+                limit=tokens,
+                finish_reason="stop",
+                weight_version=0,
+                text="",
+                content="",
             )
             for index in range(TURNS)
         ]
@@ -42,7 +52,9 @@ def trajectories(count: int, tokens: int) -> list[Trajectory]:
 
 def loop_over_tokens(batch: list[Trajectory]) -> torch.Tensor:
     """The ids by a Python generator."""
-    return torch.tensor([token for t in batch for turn in t.turns for part in (turn.prompt_ids, turn.token_ids) for token in part])
+    return torch.tensor(
+        [token for t in batch for turn in t.turns for part in (turn.prompt_ids, turn.token_ids) for token in part]
+    )
 
 
 def read_once(batch: list[Trajectory]) -> np.ndarray:
@@ -63,7 +75,8 @@ def main() -> None:
         parser.error("--trajectories and --repeats take at least 1, --tokens at least 8")
     batch = trajectories(args.trajectories, args.tokens)
     work = {
-        "collate": lambda: collate(batch, ("a",), ("p",), {"a"}), "loop over tokens": lambda: loop_over_tokens(batch),
+        "collate": lambda: collate(batch, ("a",), ("p",), {"a"}),
+        "loop over tokens": lambda: loop_over_tokens(batch),
         "numpy alone": lambda: read_once(batch),
     }
     best = dict.fromkeys(work, float("inf"))
@@ -76,10 +89,18 @@ def main() -> None:
     for name, seconds in best.items():
         print(f"{name:18}{seconds:8.3f} s {tokens / seconds / 1e6:8.1f} M tokens/s")
     ratio = best["numpy alone"] / best["collate"]
-    print(json.dumps({
-        "name": "collate", "ratio": round(ratio, 3), "target": TARGET, "ok": ratio >= TARGET,
-        "loop_ratio": round(best["loop over tokens"] / best["collate"], 2), "tokens": tokens,
-    }))
+    print(
+        json.dumps(
+            {
+                "name": "collate",
+                "ratio": round(ratio, 3),
+                "target": TARGET,
+                "ok": ratio >= TARGET,
+                "loop_ratio": round(best["loop over tokens"] / best["collate"], 2),
+                "tokens": tokens,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.validate import validate
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
+from megatron_drmas.validate import validate
 from tools.bench.rollout_throughput import ENVIRONMENT, child, vllm_alone
 
 TARGET = 0.5  # of vLLM alone
@@ -37,8 +37,13 @@ def start_alone(config: RunConfig) -> dict[str, Connection]:
     for name, policy in config.policies.items():
         pipes[name], end = spawn.Pipe()
         settings = EngineSettings(
-            name, policy.model, ChatTokenizer(policy.model, policy.template_options).stop_ids, policy.engine,
-            dtype=config.precision.rollout, seed=config.seed, threads=config.cluster.engine_threads,
+            name,
+            policy.model,
+            ChatTokenizer(policy.model, policy.template_options).stop_ids,
+            policy.engine,
+            dtype=config.precision.rollout,
+            seed=config.seed,
+            threads=config.cluster.engine_threads,
         )
         spawn.Process(target=child, args=(end, vllm_alone, settings), daemon=True).start()
         end.close()  # or a child that died would be waited for
@@ -70,7 +75,9 @@ async def measure(config: RunConfig, rounds: int) -> bool:
         for number in range(rounds + 1):  # the first warms up
             for seen in requests.values():
                 seen.clear()
-            drawn = [questions[(number * config.questions_per_step + k) % len(questions)] for k in range(config.questions_per_step)]
+            drawn = [
+                questions[(number * config.questions_per_step + k) % len(questions)] for k in range(config.questions_per_step)
+            ]
             sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "bench").at(number)
             before, began = cluster.generated_tokens, time.perf_counter()
             await cluster.collector.collect(drawn, config.group_size, sampling)
@@ -84,7 +91,9 @@ async def measure(config: RunConfig, rounds: int) -> bool:
         for pipe in pipes.values():
             pipe.send(None)
     for name, result in best.items():
-        print(f"{name}: {result['requests']} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, {result['rate']:.0f} tokens/s")
+        print(
+            f"{name}: {result['requests']} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, {result['rate']:.0f} tokens/s"
+        )
     ratio, at_once = (best["team"]["rate"] / best[name]["rate"] for name in (ALONE, AT_ONCE))
     figures = {"ratio": round(ratio, 3), "target": TARGET, "ok": ratio >= TARGET, "ratio_at_once": round(at_once, 3)}
     print(json.dumps({"name": "collector_throughput", **figures}))

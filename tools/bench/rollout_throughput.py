@@ -16,8 +16,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Callable
 
 from megatron_drmas.config.schema import EngineConfig
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
@@ -27,8 +27,13 @@ END = 2  # ends a response of the random model
 TARGET = 0.5  # of vLLM alone
 GROUP = 8  # requests that share a prompt
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
 
@@ -48,8 +53,17 @@ def make_model(folder: str) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=235, hidden_size=192, intermediate_size=512, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-        max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None, eos_token_id=END, pad_token_id=0,
+        vocab_size=235,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -62,7 +76,7 @@ def vllm_alone(settings: EngineSettings) -> Callable[[list[Request]], dict]:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    import megatron_drmas.weight_sync.extension  # noqa: F401
+    import megatron_drmas.weight_sync.extension  # noqa: F401  registers
     from megatron_drmas.rollout.vllm_settings import engine_args
 
     llm = LLMEngine.from_engine_args(engine_args(settings))
@@ -72,8 +86,14 @@ def vllm_alone(settings: EngineSettings) -> Callable[[list[Request]], dict]:
         began, tokens, left = time.perf_counter(), 0, len(requests)
         for request in requests:
             params = SamplingParams(
-                temperature=request.temperature, top_p=request.top_p, seed=request.seed, max_tokens=request.max_tokens,
-                logprobs=0, flat_logprobs=True, stop_token_ids=list(settings.stop_ids), detokenize=False,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                logprobs=0,
+                flat_logprobs=True,
+                stop_token_ids=list(settings.stop_ids),
+                detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             llm.add_request(str(request.key), tokens_input(request.prompt_ids), params)

@@ -38,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.tiny_team", description="Make the tiny search team and its world.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of the generated worlds (default: 0)")
-    parser.add_argument("--retrain", action="store_true", help="make the warm-started policies anew instead of copying the shipped ones")
+    parser.add_argument(
+        "--retrain", action="store_true", help="make the warm-started policies anew instead of copying the shipped ones"
+    )
     args = parser.parse_args()
     try:
         args.out.mkdir(parents=True, exist_ok=True)

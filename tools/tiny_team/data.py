@@ -3,8 +3,8 @@
 import json
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 from tools.tiny_team.names import split_names
 from tools.tiny_team.world import make_worlds
@@ -32,10 +32,20 @@ def write_data(folder: Path, seed: int) -> None:
             rng.shuffle(facts)
             passages += [{"id": f"{split}-{index}-{number}", "contents": fact.passage} for number, fact in enumerate(facts)]
             questions += [(index, question) for question in world.questions(one_hop, two_hop, rng)]
-        write_jsonl(folder / f"{split}.jsonl", ({
-            "id": f"{split}-{number}", "question": question.text, "answers": [question.answer], "hop": question.hop,
-            "world": index, "data_source": "tiny_world",
-        } for number, (index, question) in enumerate(questions)))
+        write_jsonl(
+            folder / f"{split}.jsonl",
+            (
+                {
+                    "id": f"{split}-{number}",
+                    "question": question.text,
+                    "answers": [question.answer],
+                    "hop": question.hop,
+                    "world": index,
+                    "data_source": "tiny_world",
+                }
+                for number, (index, question) in enumerate(questions)
+            ),
+        )
     write_jsonl(folder / "corpus.jsonl", passages)
 
 

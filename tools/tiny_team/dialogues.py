@@ -5,9 +5,9 @@ for the wrong fact and answers with the wrong name.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import yaml
 

@@ -4,7 +4,15 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tools.tiny_team.tokenizer import END, PAD, build_tokenizer, save_tokenizer
 
@@ -49,7 +57,9 @@ def build_model(policy: str, seed: int) -> PreTrainedModel:
         if policy == "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=vocab, max_position_embeddings=2048))
         elif policy == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=vocab, max_position_embeddings=16384, rope_parameters=LLAMA3_ROPE))
+            model = LlamaForCausalLM(
+                LlamaConfig(**SIZES, vocab_size=vocab, max_position_embeddings=16384, rope_parameters=LLAMA3_ROPE)
+            )
         else:
             raise ValueError(f"policy {policy!r}: the tiny team has {' and '.join(POLICIES)}")
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=SIZES["hidden_size"] ** -0.5)

@@ -26,8 +26,13 @@ PIECES = [
     *TAGS,
     *ROLES,
     *(f"\n{role}:" for role in ROLES),
-    "\nquestion:", "\nsearch:", "\nfound:",
-    "yes", "no", "?", ".",
+    "\nquestion:",
+    "\nsearch:",
+    "\nfound:",
+    "yes",
+    "no",
+    "?",
+    ".",
 ]
 
 CHAT_TEMPLATE = (
@@ -43,8 +48,15 @@ def build_tokenizer() -> Qwen2Tokenizer:
     """The tokenizer with its chat template; token 0 pads, token 1 ends a response."""
     vocab = {token: index for index, token in enumerate([*SPECIAL, *sorted(ByteLevel.alphabet())])}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=SPECIAL[PAD], pad_token=SPECIAL[PAD], eos_token=SPECIAL[END],
-        extra_special_tokens=SPECIAL[2:], chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
+        vocab=vocab,
+        merges=[],
+        unk_token=SPECIAL[PAD],
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[END],
+        extra_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in PIECES])
     return tokenizer

@@ -4,11 +4,11 @@ import multiprocessing
 import os
 import queue
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Iterator
 
 from tools.tiny_team.data import write_jsonl
 from tools.tiny_team.dialogues import Noise, stream_examples
@@ -65,7 +65,9 @@ def make_policies(out: Path) -> Iterator[dict]:
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     with tempfile.TemporaryDirectory() as scratch:
-        processes = {name: context.Process(target=_make_policy, args=(name, out, Path(scratch), reports), daemon=True) for name in RECIPES}
+        processes = {
+            name: context.Process(target=_make_policy, args=(name, out, Path(scratch), reports), daemon=True) for name in RECIPES
+        }
         for process in processes.values():
             process.start()
         while any(process.is_alive() for process in processes.values()) or not reports.empty():
@@ -96,9 +98,19 @@ def _make_policy(policy: str, out: Path, scratch: Path, reports: multiprocessing
     write_examples(policy, data)
     optimizer = OptimizerConfig(lr=recipe.lr, beta2=0.95, decay="linear", decay_steps=recipe.decay_steps, warmup_steps=10)
     config = SftConfig(
-        name=policy, policy=PolicyConfig(model=str(start), optimizer=optimizer), precision=PrecisionConfig(mode="fp32"),
-        data=str(data), steps=recipe.steps, batch_size=BATCH, prompt_weight=0.3, shuffle=False, seed=recipe.seed,
-        output_dir=str(scratch), device="cpu",
+        name=policy,
+        policy=PolicyConfig(model=str(start), optimizer=optimizer),
+        precision=PrecisionConfig(mode="fp32"),
+        data=str(data),
+        steps=recipe.steps,
+        batch_size=BATCH,
+        prompt_weight=0.3,
+        shuffle=False,
+        seed=recipe.seed,
+        output_dir=str(scratch),
+        device="cpu",
     )
-    tuned = finetune(config, lambda m: reports.put({"policy": policy, "step": m["step"], "steps": recipe.steps, "loss": m["loss"]}))
+    tuned = finetune(
+        config, lambda m: reports.put({"policy": policy, "step": m["step"], "steps": recipe.steps, "loss": m["loss"]})
+    )
     store_policy(tuned, out / policy)

@@ -5,9 +5,9 @@ for a chain of two ("what is the mayor of the birthplace of Zuden?"), whose seco
 """
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Iterable, Iterator
 
 RELATIONS = {
     "person": {"birthplace": "city", "employer": "company", "spouse": "person"},
