@@ -120,7 +120,7 @@ def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, 
     save(checkpoints, 1, configured())
     with pytest.raises(ConfigError) as caught:
         checkpoints.latest(configured(override))
-    key, new = override.lstrip("+").split("=")
+    key, _new = override.lstrip("+").split("=")
     assert (
         key in str(caught.value)
         and "was made with" in str(caught.value)

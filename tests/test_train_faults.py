@@ -85,7 +85,7 @@ def kill_server(process):
 
 @contextlib.contextmanager
 def remote_server(tiny_team, repository):
-    """A server on the other side of a proxy; yields its address, and a function that makes every n-th answer, from then on, HTML."""
+    """A server behind a proxy; yields its address, and a function that turns every n-th answer, from then on, into HTML."""
     command = [sys.executable, "-m", SERVER, "--corpus", str(tiny_team / "corpus.jsonl")]
     behind = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True)
     address, lies, asked = behind.stdout.readline().strip(), [], []

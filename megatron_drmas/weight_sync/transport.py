@@ -62,7 +62,7 @@ class Transport(ABC):
         """
         return [{} for _ in range(engines)]
 
-    def join(self, info: dict) -> None:
+    def join(self, info: dict) -> None:  # noqa: B027  most transports have no group
         """Join the transfer group, on the actor's first rank, while the engines initialize theirs; only where `joins`."""
 
     @abstractmethod

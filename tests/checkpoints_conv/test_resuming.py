@@ -113,7 +113,8 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
     source = models("llama", True)
     arguments = ["to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]
     script = (
-        "import os, signal, sys\nfrom checkpoints_conv.formats import dist_plan, row_blocks\nfrom checkpoints_conv.__main__ import main\n"
+        "import os, signal, sys\nfrom checkpoints_conv.formats import dist_plan, row_blocks\n"
+        "from checkpoints_conv.__main__ import main\n"
         "dist_plan.UNIT_BYTES, copy, seen = 50_000, row_blocks.BlockFile.copy, []\n"
         "def killed(*arguments):\n"
         "    seen.append(arguments)\n"

@@ -1,4 +1,4 @@
-"""A server that is away for a while costs nothing; one that stays away, or lies, is the trajectories' failure, in time and by name."""
+"""A server that is away for a while costs nothing; one that stays away, or lies, fails the trajectories, in time and by name."""
 
 import asyncio
 import contextlib

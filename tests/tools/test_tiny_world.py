@@ -1,6 +1,7 @@
 """The generated worlds: splits, questions, retrieval, and that the task needs all three roles."""
 
 import asyncio
+import itertools
 import json
 import random
 from collections import Counter
@@ -53,7 +54,10 @@ def test_every_name_belongs_to_one_split():
 
 
 def test_no_evaluated_name_occurs_elsewhere(data):
-    used = {split: names_in((data / f"{split}.jsonl").read_text()) & set(sum(split_names().values(), [])) for split in SPLITS}
+    used = {
+        split: names_in((data / f"{split}.jsonl").read_text()) & set(itertools.chain.from_iterable(split_names().values()))
+        for split in SPLITS
+    }
     for split, names in used.items():
         assert names and names <= set(split_names()[split])
 
@@ -161,5 +165,7 @@ def test_searching_for_the_question_is_not_enough(index, questions):
 
 
 def test_an_answer_agent_that_copies_the_wrong_name_loses(index, questions):
-    subject = lambda question, history: history[-1].passages[-1].split(" of ")[1].split(" is ")[0]
+    def subject(question, history):
+        return history[-1].passages[-1].split(" of ")[1].split(" is ")[0]
+
     assert exact_matches(index, questions, answer=subject) == 0.0
