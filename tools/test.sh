@@ -2,7 +2,9 @@
 # Set up what the tests need, then run them.
 #
 #   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
+#   bash tools/test.sh --lint                          format, lint rules and types, and nothing else
 #
+# The format and the lint rules come before the tests; types are checked beside them when the whole suite runs.
 # As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
 # with the reason.
 set -euo pipefail
@@ -42,10 +44,26 @@ if ((${#missing[@]})); then
   fi
 fi
 
+.venv/bin/ruff format --check --quiet || die "the format differs; run: .venv/bin/ruff format"
+.venv/bin/ruff check --quiet || die "ruff has findings; some of them it fixes: .venv/bin/ruff check --fix"
+if [ "${1:-}" = --lint ]; then
+  .venv/bin/basedpyright --level error || die "basedpyright has findings that .basedpyright/baseline.json does not have"
+  say "format, lint rules and types are right"
+  exit
+fi
+
 arguments=()
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
 done
 # One thread a process: the tests start many, and two cores is the least machine they are meant for.
 export OMP_NUM_THREADS=1
+if ((${#arguments[@]} == 0)) || [ "$*" = --slow ]; then
+  .venv/bin/basedpyright --level error >.venv/types.log 2>&1 &
+  types=$!
+fi
 run_group .venv/bin/python -m pytest "${arguments[@]}"
+if [ -n "${types:-}" ] && ! wait "$types"; then
+  cat .venv/types.log
+  die "basedpyright has findings that .basedpyright/baseline.json does not have"
+fi
