@@ -46,6 +46,7 @@ OF_A_POLICY = (
     "parallel.",
     "engine.",
     "micro_batch_tokens",
+    "packing",
     "recompute",
     "optimizer.lr",
     "optimizer.min_lr",

@@ -68,6 +68,13 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     placement = place(config, device)
     for name, policy in config.policies.items():
         actors, engines = placement.actors[name], placement.engines[name]
+        if policy.packing == "trie" and DEVICES[device].accelerated and config.precision.mode != "fp8_emulated":
+            raise ConfigError(
+                f"policies.{name}.packing",
+                "trie",
+                "needs the local attention, and GPUs run Transformer Engine's",
+                f"set policies.{name}.packing=auto",
+            )
         shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
         route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
         choose_transport(config.cluster.transport, route, name)
@@ -137,6 +144,13 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
             False,
             "Megatron trains expert layers under tensor parallelism with sequence parallelism only",
             f"set {prefix}.parallel.sequence=true",
+        )
+    if spec.experts and policy.packing == "trie":
+        raise ConfigError(
+            f"{prefix}.packing",
+            "trie",
+            "is not exact for a mixture of experts, whose load balancing counts tokens",
+            f"set {prefix}.packing=auto",
         )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_drmas.actor.packing import MicroBatch, response_column
 from megatron_drmas.algorithm.losses import LossInputs, LossOutputs, policy_loss
-from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
+from megatron_drmas.batch import TokenBatch, TurnBatch
 from megatron_drmas.config.algorithm import LossConfig
 
 # (log-probs [n], entropies [n], the micro-batch) -> loss to differentiate, what to keep of this micro-batch
@@ -98,8 +98,7 @@ class CrossEntropyHead:
     token_weights: Tensor  # float32 [T]
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        weights = gather_segments(self.token_weights, self.batch.offsets, micro.rows).roll(-1)
-        weights = weights[micro.predict[0, : len(weights)].cpu()].to(logprobs.device)
+        weights = self.token_weights[micro.places].to(logprobs.device)
         loss = -(weights * logprobs).sum()
         return loss, torch.tensor([loss.item(), len(logprobs)], dtype=torch.float64)
 

@@ -35,11 +35,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed micro-batch, by torch's scaled_dot_product_attention.
-
-    Sequences of similar length are attended together (`PackedSequences.groups`), so many short sequences cost a few
-    calls; a group is padded only if its lengths differ.
-    """
+    """Causal attention along each branch of a packed micro-batch (`Branches.attend`)."""
 
     def __init__(
         self,
@@ -71,47 +67,7 @@ class PackedAttention(MegatronModule):
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        slots = packed_seq_params.slots
-        if slots is not None:
-            size = packed_seq_params.padded_tokens
-            query, key, value = (_Pad.apply(x, slots, size) for x in (query, key, value))
-        groups = packed_seq_params.groups
-        sizes = [rows * length for rows, length in groups]
-        outputs = []
-        for (rows, length), *parts in zip(groups, *(x.split(sizes) for x in (query, key, value)), strict=True):
-            q, k, v = (part.view(rows, length, *part.shape[1:]).transpose(1, 2) for part in parts)
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-            outputs.append(context.transpose(1, 2).reshape(rows * length, -1))
-        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return output if slots is None else _Unpad.apply(output, slots)
-
-
-class _Pad(torch.autograd.Function):
-    """Packed tokens [t, …] to their slots in a zero-filled [padded, …]."""
-
-    @staticmethod
-    def forward(ctx, packed: Tensor, slots: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return packed.new_zeros(size, *packed.shape[1:]).index_copy_(0, slots, packed)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """The inverse of `_Pad`; padding gets no gradient."""
-
-    @staticmethod
-    def forward(ctx, padded: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.size = len(padded)
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        slots = ctx.saved_tensors[0]
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, slots, gradient), None
+        return packed_seq_params.branches.attend(query, key, value, self.softmax_scale)
 
 
 class ChosenTokensLayer(TransformerLayer):
@@ -123,9 +79,7 @@ class ChosenTokensLayer(TransformerLayer):
 
     def forward(self, *args, packed_seq_params: PackedSequences, **kwargs):
         hidden_states, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params.chosen is not None:
-            hidden_states = hidden_states.index_select(0, packed_seq_params.chosen)
-        return self._forward_mlp(hidden_states), context
+        return self._forward_mlp(hidden_states.index_select(0, packed_seq_params.chosen)), context
 
 
 def local_block_spec(config: TransformerConfig, choose_tokens: bool) -> TransformerBlockSubmodules:

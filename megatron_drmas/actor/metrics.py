@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_drmas.actor.packing import MicroBatch
 from megatron_drmas.actor.parallel import owns_results
 from megatron_drmas.algorithm.losses import LossOutputs
 
@@ -47,6 +48,12 @@ class UpdateMetrics:
         self.nonfinite_agents: set[int] = set()
         self.grad_norms: list[float] = []  # of the steps that were made
         self.skipped = 0
+        self.packed_tokens = self.row_tokens = 0  # of this rank's micro-batches
+
+    def count_packing(self, micro_batches: list[MicroBatch]) -> None:
+        """Note how many tokens of rows the model computes, and how many the rows have."""
+        self.packed_tokens += sum(micro.tokens.shape[1] for micro in micro_batches)
+        self.row_tokens += sum(micro.row_tokens for micro in micro_batches)
 
     def add(self, outputs: list[LossOutputs], grad_norm: float, stepped: bool) -> None:
         """Add one optimizer step's micro-batches of all ranks; collective."""
@@ -68,7 +75,9 @@ class UpdateMetrics:
             self.skipped += 1
 
     def report(self, lr: float) -> dict:
-        """The dictionary that `PolicyActor.update` returns."""
+        """The dictionary that `PolicyActor.update` returns; collective."""
+        packed = torch.tensor([self.packed_tokens, self.row_tokens], dtype=torch.float64, device=self.device)
+        dist.all_reduce(packed)
         steps = len(self.grad_norms) + self.skipped
         agents = {}
         for agent in (self.sums[SUMS.index("tokens")] > 0).nonzero().flatten().tolist():
@@ -82,6 +91,7 @@ class UpdateMetrics:
             "lr": lr,
             "optimizer_steps": len(self.grad_norms),
             "skipped": self.skipped,
+            "shared_tokens": max(0.0, 1 - float(packed[0] / packed[1])) if packed[1] else 0.0,
             "nonfinite_agents": sorted(self.nonfinite_agents),
             "agents": agents,
         }

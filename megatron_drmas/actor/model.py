@@ -57,15 +57,22 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
 class PolicyModel(GPTModel):
     """GPTModel whose last stage can return log-probs and entropies of chosen tokens instead of logits.
 
-    With `labels` [1, t] and `loss_mask` bool [1, t] it returns float32 [n, 2] for the n masked positions: the
-    label's log-prob and the distribution's entropy, both of logits / `temperature` over the `vocab` real ids.
-    Logits exist for those n positions only, a chunk at a time.  Without labels it returns logits, as GPTModel does.
+    With the `labels` [e] and `loss_mask` bool [1, t] (`predict`) of a `MicroBatch` it returns float32 [n, 2] for the n
+    predicted tokens: the log-prob and the distribution's entropy, both of logits / `temperature` over the `vocab` real ids.
+    Logits exist for the e edges only, a chunk at a time.  Without labels it returns logits, as GPTModel does.
     """
 
     def __init__(self, *args, vocab: int, temperature: float, **kwargs):
         super().__init__(*args, **kwargs)
         self.vocab = vocab
         self.temperature = temperature
+
+    def _preprocess(self, *args, packed_seq_params=None, **kwargs):
+        outputs = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is None or packed_seq_params.positions is None:
+            return outputs
+        # One angle a token: Megatron takes them in order, having been shown a single sequence of all tokens.
+        return outputs[0], outputs[1][packed_seq_params.positions], *outputs[2:]
 
     def _postprocess(self, hidden_states: Tensor, *args, labels=None, loss_mask=None, **kwargs):
         if labels is None or not self.post_process:
@@ -81,15 +88,19 @@ class PolicyModel(GPTModel):
         hidden_states = hidden_states[:, 0]
         if not isinstance(self.decoder.layers[-1], ChosenTokensLayer):
             hidden_states = hidden_states[loss_mask[0]]
+        packed = kwargs["packed_seq_params"]
+        if packed.sources is not None:
+            hidden_states = hidden_states.index_select(0, packed.sources)
         logprobs, entropy = linear_token_logprobs(
             hidden_states,
             weight,
-            labels[loss_mask],
+            labels,
             group if group.size() > 1 else None,
             temperature=self.temperature,
             vocab_size=self.vocab,
         )
-        return torch.stack([logprobs, entropy], dim=1)
+        outputs = torch.stack([logprobs, entropy], dim=1)
+        return outputs if packed.edges is None else outputs.index_select(0, packed.edges)
 
 
 def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
@@ -147,6 +158,22 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
     config.no_sync_func = wrapped.no_sync
     config.finalize_model_grads_func = _sum_gradients
     return wrapped
+
+
+def shares_beginnings(spec: ModelSpec, settings: ActorSettings) -> bool:
+    """Whether tokens that rows begin with are packed once (`policies.X.packing`).
+
+    Not under a mixture of experts, whose load balancing and capacity depend on how often a token is seen, and not with
+    Transformer Engine's attention.
+
+    Raises:
+        ValueError: asked for where it is not possible.
+    """
+    possible = not spec.experts and not _with_transformer_engine(settings)
+    if settings.policy.packing == "trie" and not possible:
+        why = "is not exact under a mixture of experts" if spec.experts else "needs the local attention, which runs on CPUs"
+        raise ValueError(f"policies.{settings.name}.packing=trie {why}; set it to none or auto")
+    return possible and settings.policy.packing != "none"
 
 
 def _with_transformer_engine(settings: ActorSettings) -> bool:

@@ -16,7 +16,7 @@ from checkpoints_conv.megatron.load import load_hf_weights
 from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics
-from megatron_drmas.actor.model import build_model
+from megatron_drmas.actor.model import build_model, shares_beginnings
 from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
 from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
@@ -25,7 +25,7 @@ from megatron_drmas.actor.reference import ReferencePolicy
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.actor.trust_region import TrustRegions
 from megatron_drmas.algorithm.losses import token_weights
-from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
+from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches, plan_shared_microbatches
 from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
 
 
@@ -55,6 +55,7 @@ class PolicyActor:
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
         self.model = build_model(self.spec, self.settings)
+        self.shares_beginnings = shares_beginnings(self.spec, self.settings)
         if weights:
             load_hf_weights([self.model], weights, self.spec)
         self.model.broadcast_params()
@@ -82,7 +83,8 @@ class PolicyActor:
             The same on every rank: loss, grad_norm (before clipping, mean over the steps; NaN if no step was made),
             grad_norm_max (the largest of them), clip_fraction, entropy, lr (of the last step), prob_ratio (mean
             exp |log-prob difference to the engine|), logprob_diff_max, logprob_diff_mean, ratio, kl_old, chi_square,
-            corrected_fraction, gradient_mass, tokens, optimizer_steps,
+            corrected_fraction, gradient_mass, tokens, optimizer_steps, shared_tokens (share of the rows' tokens that were
+            not computed because rows that begin alike share them),
             skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
             (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
             With a KL to the reference, the policy that the run began with: kl_reference.
@@ -93,7 +95,7 @@ class PolicyActor:
             logprobs = self.reference.under(self.model, partial(self.token_logprobs, batch))
             batch = replace(batch, reference_logprobs=logprobs)
         generator = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
-        minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
+        minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator, self.settings.minibatches_by)
         bounded = self.settings.loss.name == "teamtr"
         old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or bounded else None
         region = self.trust_regions.update(batch, old_logprobs) if bounded else None
@@ -110,8 +112,10 @@ class PolicyActor:
                 region.beta if region else 0.0,
             )
             self._zero_gradients()
-            outputs = run_micro_batches(self.model, self._micro_batches(mini), head, self.settings.device)
+            micro_batches = self._micro_batches(mini)
+            outputs = run_micro_batches(self.model, micro_batches, head, self.settings.device)
             lr = self._lr()
+            metrics.count_packing(micro_batches)
             metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
             if region and region.reached(self.token_logprobs):
                 break
@@ -186,9 +190,15 @@ class PolicyActor:
     def _micro_batches(self, batch: TokenBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:
         """This data-parallel rank's packed micro-batches; every rank has the same number."""
         parallel = self.settings.policy.parallel
-        plan = plan_microbatches(batch.lengths, self.settings.policy.micro_batch_tokens, parallel.data)
-        multiple = (parallel.tensor if parallel.sequence else 1) * token_multiple(self.settings.precision)
-        return [pack_rows(batch, rows, multiple, wanted) for rows in plan[parallel_state.get_data_parallel_rank()]]
+        budget, multiple = self.settings.policy.micro_batch_tokens, token_multiple(self.settings.precision)
+        if parallel.sequence:
+            multiple *= parallel.tensor
+        if self.shares_beginnings:
+            plan = plan_shared_microbatches(batch, budget, parallel.data)
+        else:
+            plan = plan_microbatches(batch.lengths, budget, parallel.data)
+        own = plan[parallel_state.get_data_parallel_rank()]
+        return [pack_rows(batch, rows, multiple, wanted, self.shares_beginnings) for rows in own]
 
     def _zero_gradients(self) -> None:
         self.model.zero_grad_buffer()

@@ -21,6 +21,7 @@ class ActorSettings:
     transport: str = "shm"  # to the engines; a name registered in megatron_drmas.weight_sync
     total_steps: int = 1  # training steps of the run
     updates_per_batch: int = 1  # optimizer steps on each batch
+    minibatches_by: str = "turn"  # what is dealt out to them: turn | question
 
     @property
     def decay_steps(self) -> int:

@@ -132,6 +132,7 @@ class PolicyRuntime:
             transport=self._transport.name,
             total_steps=config.steps,
             updates_per_batch=config.algorithm.updates_per_batch,
+            minibatches_by=config.algorithm.minibatches_by,
         )
         host, port = await self._actors[0].address(timeout_s)
         await together(

@@ -133,6 +133,11 @@ class AlgorithmConfig:
         "Taken from the score of a row whose output could not be parsed", 0.01, minimum=0, maximum=MAX_WEIGHT
     )
     updates_per_batch: int = setting("Optimizer steps that a policy makes on one batch", 1, minimum=1)
+    minibatches_by: str = setting(
+        "What is dealt out to these steps at random",
+        "turn",
+        choices={"turn": "single turns", "question": "all turns on a question, which share most of their tokens"},
+    )
     dynamic_sampling_draws: int = setting(
         "How often new questions may replace those whose returns are all equal (DAPO); 1: off", 1, minimum=1
     )

@@ -75,6 +75,15 @@ class PolicyConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     micro_batch_tokens: int = setting("Tokens of packed sequences in one micro-batch, at most", 8192, minimum=1)
+    packing: str = setting(
+        "How a micro-batch holds its rows",
+        "auto",
+        choices={
+            "auto": "trie on CPUs, none on GPUs and for mixtures of experts",
+            "trie": "tokens that rows begin with are computed once",
+            "none": "each row by itself",
+        },
+    )
     recompute: bool = setting("Keep only each layer's input and compute the rest again in the backward pass", False)
 
 

@@ -74,6 +74,7 @@ POLICY_PLOTS = (
     Plot("clip_fraction", "Clipped tokens", "share", bounds=(0.0, 0.01)),
     Plot("prob_ratio", "Trainer/engine probability", "mean token ratio − 1", bounds=(0.0, 1e-5), bins="max", minus=1.0),
     Plot("logprob_diff_max", "Trainer/engine log-prob difference", "largest, log axis", log=True, bins="max"),
+    Plot("shared_tokens", "Tokens shared", "share of the rows' tokens computed once for several", bounds=(0.0, 0.1)),
     Plot("lr", "Learning rate", bounds=(0.0, 0.0)),
 )
 

@@ -5,6 +5,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import wait
 
 import torch
@@ -125,6 +126,7 @@ def make_settings(
         optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 1e-5, **(optimizer or {})}),
         micro_batch_tokens=overrides.pop("micro_batch_tokens", 4096),
         recompute=overrides.pop("recompute", False),
+        packing=overrides.pop("packing", "auto"),
     )
     return ActorSettings("policy", policy, PrecisionConfig(precision), **{"total_steps": 10, **overrides})
 
@@ -157,3 +159,20 @@ def make_batch(seed: int = 0, rows: int = 12, prompt: tuple[int, int] = (5, 40),
         policies=("policy",),
         advantages=torch.randn(total, generator=generator),
     )
+
+
+def make_tree_batch(seed: int = 0, rows: int = 16) -> TurnBatch:
+    """`make_batch` with rows that begin alike: of few tokens at first, some equal, some the beginning of another.
+
+    What is prompt in one row may be response in another.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch = make_batch(seed, rows, prompt=(2, 30), response=(1, 9))
+    places = torch.arange(len(batch.tokens)) - torch.repeat_interleave(batch.offsets[:-1], batch.lengths)
+    choices = torch.where(places < 12, 1 + (places % 5 == 4).long(), torch.where(places < 20, 2, 230))
+    tokens = 3 + (torch.rand(len(batch.tokens), generator=generator) * choices).long()
+    for row in range(0, rows - 1, 4):  # equal rows
+        length = int(min(batch.lengths[row], batch.lengths[row + 1]))
+        first, second = (int(batch.offsets[r]) for r in (row, row + 1))
+        tokens[second : second + length] = tokens[first : first + length]
+    return replace(batch, tokens=tokens)

@@ -6,8 +6,9 @@ import psutil
 import pytest
 import torch
 
-from megatron_drmas.algorithm.minibatch import plan_microbatches
-from tests.actor.ranks import LAYOUTS, WIDE_LAYOUTS, Ranks, make_batch, make_settings
+from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_shared_microbatches
+from megatron_drmas.config.algorithm import LossConfig
+from tests.actor.ranks import LAYOUTS, WIDE_LAYOUTS, Ranks, make_batch, make_settings, make_tree_batch
 from tests.actor.reference import Reference
 
 RELATIVE = 1e-5
@@ -28,17 +29,23 @@ def update_on(actor, seeds):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(ranks, models, family, layout):
-    batch = make_batch()
+@pytest.mark.parametrize("packing", ["none", "trie"])
+def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(ranks, models, packing, family, layout):
+    batch = make_batch() if packing == "none" else make_tree_batch()
     loss, norm = Reference(models[family]).update(batch)
     data = LAYOUTS[layout].data
-    budgets = {count: math.ceil(1.1 * len(batch.tokens) / count / data) for count in (1, 2, 4)}
-    assert [len(plan_microbatches(batch.lengths, budget, data)[0]) for budget in budgets.values()] == [1, 2, 4]
-    settings = make_settings(models[family], layout, optimizer={"lr": 0.0})
-    by_rank = ranks.run(settings, update_with_budgets, batch, list(budgets.values()))
+    if packing == "none":
+        budgets = [math.ceil(1.1 * len(batch.tokens) / count / data) for count in (1, 2, 4)]
+        assert [len(plan_microbatches(batch.lengths, budget, data)[0]) for budget in budgets] == [1, 2, 4]
+    else:
+        budgets = [1000, 60, 40]
+        assert len({len(plan_shared_microbatches(batch, budget, data)[0]) for budget in budgets}) == 3
+    settings = make_settings(models[family], layout, optimizer={"lr": 0.0}, packing=packing)
+    by_rank = ranks.run(settings, update_with_budgets, batch, budgets)
     for report in by_rank[0]:
         assert report["loss"] == pytest.approx(loss, rel=RELATIVE)
         assert report["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+    assert (by_rank[0][0]["shared_tokens"] > 0.3) == (packing == "trie")
     assert all(reports == by_rank[0] for reports in by_rank), "ranks report different things"
 
 
@@ -60,11 +67,12 @@ def update_and_look(actor, batch, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE_LAYOUTS)
-def test_four_ranks_are_one(models, layout):
+@pytest.mark.parametrize("packing", ["none", "trie"])
+def test_four_ranks_are_one(models, packing, layout):
     """Tensor, pipeline, data and sequence parallelism two at a time."""
     pool = Ranks(4)
     try:
-        batch, settings = make_batch(), make_settings(models["llama"], optimizer={"lr": 0.0})
+        batch, settings = make_tree_batch(), make_settings(models["llama"], optimizer={"lr": 0.0}, packing=packing)
         loss, norm = Reference(models["llama"]).update(batch)
         settings.policy.parallel = WIDE_LAYOUTS[layout]
         for report in pool.run(settings, update_on_batch, batch):
@@ -76,7 +84,7 @@ def test_four_ranks_are_one(models, layout):
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2_sp", "pp2"])
 def test_recomputing_layers_changes_nothing(ranks, models, layout):
-    batch = make_batch()
+    batch = make_tree_batch()
     kept, again = (
         ranks.run(make_settings(models["qwen2"], layout, optimizer={"lr": 0.0}, recompute=recompute), update_on_batch, batch)[0]
         for recompute in (False, True)
@@ -105,7 +113,7 @@ def update_on_batch(actor, batch):
 def test_ranks_with_empty_micro_batches_take_part(ranks, models, rows, micro_batches):
     """An odd number of rows of which only one fits a micro-batch."""
     batch = make_batch(7, rows, prompt=(60, 70), response=(1, 5))
-    plan = plan_microbatches(batch.lengths, 80, 2)
+    plan = plan_shared_microbatches(batch, 80, 2)
     assert [len(rank) for rank in plan] == [micro_batches] * 2 and any(len(chosen) == 0 for rank in plan for chosen in rank)
     loss, norm = Reference(models["llama"]).update(batch)
     for report in ranks.run(make_settings(models["llama"], "dp2", micro_batch_tokens=80), update_on_batch, batch):
@@ -126,6 +134,38 @@ def test_metrics_of_agents_add_up(ranks, models):
     assert report["logprob_diff_max"] == pytest.approx(float(gaps.max()), rel=1e-4)
     assert report["logprob_diff_mean"] == pytest.approx(float(gaps.mean()), rel=1e-4)
     assert report["prob_ratio"] == pytest.approx(float(gaps.exp().mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_sp", "pp2", "dp2"])
+def test_sharing_beginnings_changes_no_metric_of_any_agent(ranks, models, layout):
+    """Also over several steps, whose ratios, clipping and KL are to log-probs of a pass of their own."""
+    overrides = {"updates_per_batch": 3, "minibatches_by": "question", "loss": LossConfig(kl_coef=0.1)}
+    for seed in range(3):
+        batch = make_tree_batch(seed)
+        batch.group = torch.arange(len(batch)) % 5
+        shared, apart = (
+            ranks.run(make_settings(models["llama"], layout, packing=packing, **overrides), log_probs_and_update, batch)[0]
+            for packing in ("trie", "none")
+        )
+        torch.testing.assert_close(shared[0], apart[0], rtol=0, atol=1e-5)
+        assert shared[1].pop("shared_tokens") > 0.2 and apart[1].pop("shared_tokens") == 0
+        for got, wanted in [
+            (shared[1], apart[1]),
+            *((shared[1]["agents"][agent], apart[1]["agents"][agent]) for agent in (0, 1)),
+        ]:
+            figures = {name: value for name, value in wanted.items() if isinstance(value, float)}
+            assert {name: got[name] for name in figures} == pytest.approx(figures, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing, experts", [("trie", False), ("auto", True)])
+def test_experts_are_not_shared(ranks, models, packing, experts):
+    """Load balancing counts tokens: `auto` leaves a mixture of experts alone, and `trie` is refused for it."""
+    shared = ranks.run(
+        make_settings(models["qwen3_moe" if experts else "llama"], packing=packing), update_on_batch, make_tree_batch()
+    )
+    assert (shared[0]["shared_tokens"] == 0) == experts
+    with pytest.raises(AssertionError, match="packing=trie is not exact under a mixture of experts"):
+        ranks.run(make_settings(models["qwen3_moe"], packing="trie"), update_on_batch, make_tree_batch())
 
 
 def test_mini_batches_clip_against_the_policy_before_the_first(ranks, models):

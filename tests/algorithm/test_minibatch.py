@@ -1,11 +1,15 @@
 """Plans: every row exactly once, within the budget, the same number of micro-batches on every rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches
+from megatron_drmas.algorithm.minibatch import PATHS, plan_microbatches, plan_minibatches, plan_shared_microbatches
+from megatron_drmas.batch import TokenBatch, offsets_of
+from megatron_drmas.kernels.prefixes import sort_by_tokens
 
 
 @settings(max_examples=200, deadline=None)
@@ -17,6 +21,36 @@ def test_microbatches_partition_the_rows(lengths, extra, ranks):
     rows = sorted(int(row) for rank in plan for part in rank for row in part)
     assert rows == list(range(len(lengths)))
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank)
+
+
+ROWS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=12), max_size=30)
+
+
+def batch_of(rows: list[list[int]]) -> TokenBatch:
+    """Rows whose last third is response."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return TokenBatch(torch.tensor([token for row in rows for token in row]), offsets_of(lengths), lengths - 1 - lengths // 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ROWS, st.integers(0, 60), st.integers(1, 3))
+def test_shared_microbatches_partition_the_rows_within_every_budget(rows, extra, ranks):
+    batch, budget = batch_of(rows), max(map(len, rows), default=1) + extra
+    plan = plan_shared_microbatches(batch, budget, ranks)
+    assert len(plan) == ranks and len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
+    assert sorted(int(row) for rank in plan for part in rank for row in part) == list(range(len(rows)))
+    for part in (part for rank in plan for part in rank):
+        tokens = int(batch.lengths[part].sum())
+        assert tokens - int(sort_by_tokens(batch, part)[1].sum()) <= budget and tokens <= PATHS * budget
+        assert len(part) == 1 or int(batch.response_lengths[part].sum()) <= budget
+
+
+def test_rows_that_begin_alike_stay_together():
+    """Eight questions of 50 tokens, four answers each: as many micro-batches as questions."""
+    questions = torch.randint(1, 1000, (8, 50), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [[*question, answer, 7] for answer in range(4) for question in questions]
+    plan = plan_shared_microbatches(replace(batch_of(rows), prompt_lengths=torch.full((32,), 50)), 60)
+    assert sorted(tuple(part.tolist()) for part in plan[0]) == [(q, q + 8, q + 16, q + 24) for q in range(8)]
 
 
 def test_ranks_get_similar_token_counts():
@@ -36,6 +70,8 @@ def test_skewed_lengths_leave_an_empty_microbatch_not_a_missing_one():
 def test_a_row_over_the_budget_is_named():
     with pytest.raises(ValueError, match="row 1 has 11 tokens, micro_batch_tokens = 10"):
         plan_microbatches(torch.tensor([3, 11]), 10)
+    with pytest.raises(ValueError, match="row 1 has 11 tokens, micro_batch_tokens = 10"):
+        plan_shared_microbatches(batch_of([[1] * 3, [1] * 11]), 10)
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 7, 50])
@@ -46,6 +82,16 @@ def test_minibatches_partition_the_rows(updates, random_batch):
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
     assert len(parts) == min(updates, len(batch))
+
+
+@pytest.mark.parametrize("updates", [2, 3, 50])
+def test_minibatches_by_question_leave_questions_whole(updates, random_batch):
+    batch = random_batch(0)
+    parts = plan_minibatches(batch, updates, torch.Generator().manual_seed(0), "question")
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+    questions = [set(batch.group[part].tolist()) for part in parts]
+    assert sum(map(len, questions)) == len(set.union(*questions)) and len(parts) == min(updates, len(set.union(*questions)))
+    assert max(map(len, questions)) - min(map(len, questions)) <= 1
 
 
 def test_minibatches_follow_the_generator(random_batch):
