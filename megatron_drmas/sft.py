@@ -2,8 +2,9 @@
 
     python -m megatron_drmas.sft policy.model=FOLDER data=EXAMPLES.jsonl steps=N [key=value …]
 
-The loss of a batch is the mean cross entropy of its response tokens, the end mark included, plus `prompt_weight` times
-the mean over its prompt tokens.  The run folder <output_dir>/<name> gets config.yaml, tensorboard/ and hf/, a Hugging
+Every turn of the assistant is learned, each with the chat template's own rendering of what came before it.  The loss of a batch
+is the mean cross entropy of these turns' tokens, end of turn included, plus `prompt_weight` times the mean over the tokens
+before each dialogue's last turn.  The run folder <output_dir>/<name> gets config.yaml, tensorboard/ and hf/, a Hugging
 Face folder that training takes as a policy's model.  All ranks run on this machine.
 """
 
@@ -50,11 +51,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TokenisedDialogue:
-    """Token ids, and the weight of the prompt's loss."""
+class TokenizedDialogue:
+    """Token ids (prompt, response) of each turn to learn, and the weight of the loss on the last one's prompt."""
 
-    prompt: list[int]
-    response: list[int]
+    turns: list[tuple[list[int], list[int]]]
     prompt_weight: float
 
 
@@ -117,7 +117,7 @@ def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metric
 
 
 def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
-    examples = tokenise(load_dialogues(config.data, "data"), config)
+    examples = tokenize(load_dialogues(config.data, "data"), config)
     run_dir = Path(config.output_dir) / config.name
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     world_size, port = config.policy.parallel.world_size, _free_port()
@@ -137,11 +137,12 @@ def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
     return run_dir / "hf"
 
 
-def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDialogue]:
+def tokenize(dialogues: list[Dialogue], config: SftConfig) -> list[TokenizedDialogue]:
     """Render dialogues with the policy's chat template and its options.
 
-    The prompt's ids are those that training would send to an engine; the response's end with the token that ends an
-    assistant's turn in the template, which ends a response in an engine too.
+    A turn's prompt ids are those that training would send to an engine, so a template that rewrites earlier turns (Qwen3 drops
+    their reasoning) rewrites them here too; its response ends with the token that ends an assistant's turn in the template,
+    which ends a response in an engine too.
 
     Raises:
         ConfigError: an example is longer than the model, or the chat template refuses it, leaves a message out, or changes
@@ -156,23 +157,22 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     longest = AutoConfig.from_pretrained(config.policy.model, local_files_only=True).max_position_embeddings
     examples, spelled = [], []
     for dialogue in dialogues:
-        messages = list(dialogue.messages)
-        try:
-            chat.check_roles(tuple(message["role"] for message in messages))
-            chat.check_prompt(messages[:-1])
-            prompt, response = chat.dialogue_ids(messages)
-        except ChatError as error:
-            raise ConfigError("data", config.data, f"line {dialogue.line}: {error.problem}", error.remedy) from error
-        if len(prompt) + len(response) > longest:
-            raise ConfigError(
-                "data",
-                config.data,
-                f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}",
-                "shorten it",
-            )
-        spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
+        turns = []
+        for last in dialogue.learned:
+            messages = list(dialogue.messages[: last + 1])
+            try:
+                chat.check_roles(tuple(message["role"] for message in messages))
+                chat.check_prompt(messages[:-1])
+                prompt, response = chat.dialogue_ids(messages)
+            except ChatError as error:
+                raise ConfigError("data", config.data, f"line {dialogue.line}: {error.problem}", error.remedy) from error
+            if len(prompt) + len(response) > longest:
+                problem = f"line {dialogue.line} has {len(prompt) + len(response)} tokens, the model takes {longest}"
+                raise ConfigError("data", config.data, problem, "shorten it")
+            turns.append((prompt, response))
+            spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
-        examples.append(TokenisedDialogue(prompt, response, weight))
+        examples.append(TokenizedDialogue(turns, weight))
     if spelled:
         (line, name), more = spelled[0], len({line for line, _ in spelled}) - 1
         told = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
@@ -180,48 +180,35 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     return examples
 
 
-def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
-    """A `TurnBatch` of the examples, and the weight of every token, float32 [T].
+def collate_dialogues(examples: list[TokenizedDialogue]) -> tuple[Any, Any]:
+    """A `TokenBatch` with a row for every turn to learn, and the weight of every token, float32 [T].
 
-    A response token weighs 1 / (response tokens of the batch), a prompt token its example's prompt_weight /
-    (predicted prompt tokens of the batch), the first token of a row, which nothing predicts, 0.
+    A response token weighs 1 / (response tokens of the batch); a token of the prompt of a dialogue's last turn weighs the
+    dialogue's prompt_weight / (such tokens of the batch), all others, and first tokens, which nothing predicts, 0.
     """
     import torch
 
-    from megatron_drmas.batch import TurnBatch
+    from megatron_drmas.batch import TokenBatch, offsets_of
 
-    rows = len(examples)
-    lengths = torch.tensor([len(example.prompt) + len(example.response) for example in examples])
-    responses = sum(len(example.response) for example in examples)
-    prompts = max(1, sum(len(example.prompt) - 1 for example in examples))
+    turns = [turn for example in examples for turn in example.turns]
+    responses = sum(len(response) for _, response in turns)
+    prompts = max(1, sum(len(example.turns[-1][0]) - 1 for example in examples))
     weights = []
     for example in examples:
-        weights += (
-            [0.0] + [example.prompt_weight / prompts] * (len(example.prompt) - 1) + [1.0 / responses] * len(example.response)
-        )
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    batch = TurnBatch(
-        tokens=torch.tensor([token for example in examples for token in example.prompt + example.response]),
-        offsets=torch.cat([zeros[:1], lengths.cumsum(0)]),
-        prompt_lengths=torch.tensor([len(example.prompt) for example in examples]),
-        engine_logprobs=torch.zeros(responses),
-        agent=zeros,
-        policy=zeros,
-        group=zeros,
-        trajectory=torch.arange(rows),
-        turn=zeros,
-        reward=torch.zeros(rows),
-        valid=torch.ones(rows, dtype=torch.bool),
-        trainable=torch.ones(rows, dtype=torch.bool),
-        weight_version=zeros,
-        agents=("assistant",),
-        policies=("policy",),
+        for turn in example.turns:
+            prompt_weight = example.prompt_weight / prompts if turn is example.turns[-1] else 0.0
+            prompt, response = turn
+            weights += [0.0] + [prompt_weight] * (len(prompt) - 1) + [1.0 / responses] * len(response)
+    batch = TokenBatch(
+        tokens=torch.tensor([token for prompt, response in turns for token in prompt + response]),
+        offsets=offsets_of(torch.tensor([len(prompt) + len(response) for prompt, response in turns])),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in turns]),
     )
     return batch, torch.tensor(weights, dtype=torch.float32)
 
 
 def _train_rank(
-    rank: int, config: SftConfig, examples: list[TokenisedDialogue], port: int, report: Callable[[dict], None]
+    rank: int, config: SftConfig, examples: list[TokenizedDialogue], port: int, report: Callable[[dict], None]
 ) -> None:
     import torch
     from torch.utils.tensorboard import SummaryWriter
@@ -294,7 +281,7 @@ def main() -> int:
             "python -m megatron_drmas.sft",
             command,
             validate,
-            lambda config: tokenise(load_dialogues(config.data, "data"), config),
+            lambda config: tokenize(load_dialogues(config.data, "data"), config),
             name="sft",
             schema=SftConfig,
             recipes=SFT_DIR,

@@ -17,7 +17,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig
 from megatron_drmas.data.dialogues import load_dialogues
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
-from megatron_drmas.sft import SftConfig, TokenisedDialogue, collate_dialogues, tokenise
+from megatron_drmas.sft import SftConfig, TokenizedDialogue, collate_dialogues, tokenize
 from tests.rollout.chat_models import make_family
 from tools.tiny_team.models import build_model, save_policy
 from tools.tiny_team.tokenizer import END
@@ -25,8 +25,18 @@ from tools.tiny_team.tokenizer import END
 PROMPT_WEIGHT = 0.3
 ROWS = [
     {"prompt": f"verifier\nquestion: what is the {what} of Bavor?\nverifier:", "response": f"<verify>{verdict}</verify>"}
-    for what, verdict in (("mayor", "yes"), ("seat", "no"), ("founder", "yes"), ("country", "no"))
+    for what, verdict in (("mayor", "yes"), ("seat", "no"), ("founder", "yes"))
 ]
+ROWS.append(
+    {
+        "messages": [
+            {"role": "user", "content": "question: what is the country of Bavor?"},
+            {"role": "assistant", "content": "<search>country Bavor</search>"},
+            {"role": "user", "content": "the country of Bavor is Kalo"},
+            {"role": "assistant", "content": "<answer>Kalo</answer>"},
+        ]
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +68,54 @@ def scalars(run_dir, tag: str) -> list[float]:
     return [event.value for event in events.Scalars(tag)]
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.floats(0, 2)), min_size=1, max_size=6))
-def test_weights_are_two_means(sizes):
-    examples = [TokenisedDialogue([7] * prompt, [8] * response, weight) for prompt, response, weight in sizes]
+TURNS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(TURNS, st.floats(0, 2)), min_size=1, max_size=6))
+def test_weights_are_two_means(dialogues):
+    """Over all turns' responses, and over the prompts of last turns."""
+    examples = [TokenizedDialogue([([7] * p, [8] * r) for p, r in turns], weight) for turns, weight in dialogues]
     batch, weights = collate_dialogues(examples)
+    assert len(batch) == sum(len(turns) for turns, _ in dialogues)
     is_response = batch.tokens == 8
     assert weights[is_response].sum().item() == pytest.approx(1.0)
-    assert weights[batch.offsets[:-1]].abs().sum() == 0
-    predicted = sum(prompt - 1 for prompt, _, _ in sizes)
-    expected = sum((prompt - 1) * weight for prompt, _, weight in sizes) / max(1, predicted)
+    assert weights[is_response].unique().numel() == 1 and weights[batch.offsets[:-1]].abs().sum() == 0
+    last = [(turns[-1][0] - 1, weight) for turns, weight in dialogues]
+    expected = sum(predicted * weight for predicted, weight in last) / max(1, sum(predicted for predicted, _ in last))
     assert weights[~is_response].sum().item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_prompts_are_what_training_sends(model, data):
     dialogues = load_dialogues(data, "data")
     chat = ChatTokenizer(model, {})
-    for dialogue, example in zip(dialogues, tokenise(dialogues, config(model, data))):
-        assert example.prompt == chat.prompt_ids(list(dialogue.messages[:-1]))
-        assert example.response.count(END) == 1 and example.response[-1] == END
-        assert chat.text(example.response) == dialogue.messages[-1]["content"]
+    for dialogue, example in zip(dialogues, tokenize(dialogues, config(model, data))):
+        assert len(example.turns) == len(dialogue.learned)
+        for last, (prompt, response) in zip(dialogue.learned, example.turns):
+            assert prompt == chat.prompt_ids(list(dialogue.messages[:last]))
+            assert response.count(END) == 1 and response[-1] == END
+            assert chat.text(response) == dialogue.messages[last]["content"]
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2.5", "qwen3", "mistral"])
+def test_every_turn_follows_the_template_s_rendering_of_what_came_before(tmp_path, family):
+    """Where the template drops earlier reasoning, later turns are learned without it, and the turn itself with it."""
+    folder = make_family(family, tmp_path / "model", config={"model_type": "qwen3", "max_position_embeddings": 512})
+    said = ["<think>\nthirty\n</think>\n\n42", "43", "44"]
+    messages = [
+        {"role": role, "content": text}
+        for question, answer in zip("abc", said)
+        for role, text in (("user", question), ("assistant", answer))
+    ]
+    messages[3]["weight"] = 0
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    (example,) = tokenize(load_dialogues(str(path), "data"), config(folder, str(path)))
+    chat = ChatTokenizer(folder, {})
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    assert [turn[0] for turn in example.turns] == [chat.prompt_ids(plain[:1]), chat.prompt_ids(plain[:5])]
+    first, last = (chat.text(response).strip() for _, response in example.turns)
+    assert first == said[0] and last == ("<think>\n\n</think>\n\n44" if family == "qwen3" else "44")
+    assert ("thirty" in chat.prompt_text(example.turns[1][0])) == (family != "qwen3")
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
@@ -87,12 +126,13 @@ def test_prompts_take_the_policy_s_options_and_stay_text(tmp_path, options, text
     path.write_text(json.dumps({"prompt": text, "response": "42"}) + "\n" + json.dumps({"prompt": "q", "response": text}) + "\n")
     settings = config(folder, str(path))
     settings.policy.template_options = options
-    example, answering = tokenise(load_dialogues(str(path), "data"), settings)
+    example, answering = tokenize(load_dialogues(str(path), "data"), settings)
     chat = ChatTokenizer(folder, options)
-    assert example.prompt == chat.prompt_ids([{"role": "user", "content": text}])
-    assert example.prompt.count(chat.end_of_turn) == 1
-    for each in (example, answering):
-        assert each.response[-1] == chat.end_of_turn and each.response.count(chat.end_of_turn) == 1
+    ((prompt, response),), ((_, other),) = example.turns, answering.turns
+    assert prompt == chat.prompt_ids([{"role": "user", "content": text}])
+    assert prompt.count(chat.end_of_turn) == 1
+    for each in (response, other):
+        assert each[-1] == chat.end_of_turn and each.count(chat.end_of_turn) == 1
     assert ("line 2 and 0 more let the assistant say control tokens such as <|im_end|>" in caplog.text) == ("<|im_end|>" in text)
 
 
@@ -100,24 +140,25 @@ def test_an_example_longer_than_the_model_is_named(model, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"prompt": "x" * 16384, "response": "y"}) + "\n")
     with pytest.raises(ConfigError, match="line 2 has 1638[0-9] tokens, the model takes 16384"):
-        tokenise(load_dialogues(str(path), "data"), config(model, str(path)))
+        tokenize(load_dialogues(str(path), "data"), config(model, str(path)))
 
 
 def reference_losses(model: str, data: str, steps: int, lr: float) -> list[float]:
     """The same run in plain transformers: one example at a time, torch's AdamW, gradient clipping."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.0)
-    examples = tokenise(load_dialogues(data, "data"), config(model, data))
-    responses = sum(len(example.response) for example in examples)
-    prompts = sum(len(example.prompt) - 1 for example in examples)
+    examples = tokenize(load_dialogues(data, "data"), config(model, data))
+    turns = [(turn, turn is example.turns[-1]) for example in examples for turn in example.turns]
+    responses = sum(len(response) for (_, response), _ in turns)
+    prompts = sum(len(prompt) - 1 for (prompt, _), last in turns if last)
     losses = []
     for _ in range(steps):
         total = 0.0
-        for example in examples:
-            tokens = torch.tensor([example.prompt + example.response])
+        for (prompt, response), last in turns:
+            tokens = torch.tensor([prompt + response])
             losses_of_row = torch.nn.functional.cross_entropy(network(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
-            first = len(example.prompt) - 1
-            total = total + losses_of_row[first:].sum() / responses + PROMPT_WEIGHT * losses_of_row[:first].sum() / prompts
+            first = len(prompt) - 1
+            total = total + losses_of_row[first:].sum() / responses + last * PROMPT_WEIGHT * losses_of_row[:first].sum() / prompts
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -1,7 +1,8 @@
 """Supervised examples from JSON lines.
 
-A line is `{"messages": [{"role", "content"}, …]}`, whose last message is the assistant's and is what is learnt, or
-`{"prompt": str, "response": str}`, the prompt being a user's message.  Either may carry `prompt_weight`.
+A line is `{"messages": [{"role", "content"}, …]}`, whose last message is the assistant's, or `{"prompt": str, "response": str}`,
+the prompt being a user's message.  Either may carry `prompt_weight`.  Every message of the assistant is learned, but for those
+with `"weight": 0`.
 """
 
 import json
@@ -20,6 +21,7 @@ class Dialogue:
     """Chat messages, the last one being the assistant's, and where they came from."""
 
     messages: tuple[dict[str, str], ...]
+    learned: tuple[int, ...]  # messages of the assistant, ascending
     prompt_weight: float | None  # None: the run's
     line: int
 
@@ -70,6 +72,8 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
         problem = flaw(message["content"])
         if problem:
             raise bad(f"has a message of the {message['role']} that {problem}")
+        if message.get("weight") not in (None, 0, 1):
+            raise bad(f"has a message of weight {message['weight']!r}, which is neither 0 nor 1")
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
         raise bad("does not end with what the assistant says")
     weight = row.get("prompt_weight")
@@ -77,4 +81,11 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
         isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")
     ):
         raise bad(f"has prompt_weight {weight!r}, which is not a number of at least 0")
-    return Dialogue(tuple({"role": m["role"], "content": m["content"]} for m in messages), weight, number)
+    learned = tuple(i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0)
+    if not learned:
+        raise bad("has no message to learn: all of the assistant's have weight 0")
+    if not all(messages[i]["content"] for i in learned):
+        raise bad("has an empty message of the assistant, which cannot be learned")
+    if learned[0] == 0:
+        raise bad("begins with what the assistant says; give that message weight 0")
+    return Dialogue(tuple({"role": m["role"], "content": m["content"]} for m in messages), learned, weight, number)

@@ -21,7 +21,14 @@ def test_both_forms_say_the_same(tmp_path):
     )
     assert chat.messages == pair.messages
     assert (chat.prompt_weight, pair.prompt_weight) == (None, 0.5)
-    assert (chat.line, pair.line) == (1, 3)
+    assert (chat.line, pair.line) == (1, 3) and chat.learned == pair.learned == (1,)
+
+
+def test_every_message_of_the_assistant_is_learned_but_those_of_weight_0(tmp_path):
+    long = {"messages": [*CHAT["messages"], *CHAT["messages"], *CHAT["messages"]]}
+    skipping = {"messages": [*CHAT["messages"], CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]}
+    first, second = load_dialogues(write(tmp_path / "x.jsonl", long, skipping), "data")
+    assert first.learned == (1, 3, 5) and second.learned == (1,)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,9 @@ def test_both_forms_say_the_same(tmp_path):
         ({"messages": [{"role": "human", "content": "a"}, CHAT["messages"][1]]}, "line 2 has a message of role 'human'"),
         ({"prompt": "a \ud83d", "response": "b"}, "line 2 has a message of the user that cannot be written as UTF-8"),
         ({"prompt": "a", "response": "\frac"}, "line 2 has a message of the assistant that has the control character"),
+        ({"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]}, "line 2 has no message to learn"),
+        ({"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0.5}]}, "line 2 has a message of weight 0.5"),
+        ({"messages": [CHAT["messages"][1], *CHAT["messages"]]}, "line 2 begins with what the assistant says"),
         ({**CHAT, "prompt_weight": -1}, "line 2 has prompt_weight -1"),
         ({**CHAT, "prompt_weight": "much"}, "line 2 has prompt_weight 'much'"),
     ],
