@@ -7,7 +7,6 @@ Only torch is imported, and it may fail: the rest is read from the packages' met
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -141,8 +140,13 @@ def check_machine(accelerator: Accelerator) -> list[Finding]:
     if accelerator.error:
         findings.append(Finding("GPU", "unknown", "optional", False, f"torch does not import: {accelerator.error}"))
     elif not accelerator.devices:
+        from joblib import cpu_count
+
+        from megatron_drmas.cluster.machine import available_memory
+
         effect = "Megatron runs on the CPU over gloo, weights travel through shared memory, engines do not sleep"
-        findings.append(Finding("GPU", f"none ({os.cpu_count()} CPU cores)", "optional", None, effect))
+        found = f"none ({cpu_count()} CPU cores, {available_memory() / 2**30:.0f} GiB of memory available)"
+        findings.append(Finding("GPU", found, "optional", None, effect))
     else:
         names = sorted({f"{name}, {memory:.0f} GiB" for name, _, memory in accelerator.devices})
         findings.append(

@@ -130,10 +130,12 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
         UnhealthyRun: too many trajectories are masked for an average to mean anything; they are kept.
     """
     from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.cluster.machine import fit_to_machine
     from megatron_drmas.config.load import to_yaml
     from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.step_record import trajectory_records
 
+    config, _ = fit_to_machine(config)
     questions = load_question_sets(config.data).evaluation
     results = ""
     async with Cluster(config, actors=False) as cluster:

@@ -43,7 +43,7 @@ class SftConfig:
     seed: int = setting("Of everything random", 0, minimum=0, below=2**31)
     output_dir: str = setting("Folder of run folders", "outputs")
     device: str = setting("What the ranks run on", "auto", choices={"auto": "a GPU where torch sees one", "cpu": "", "cuda": ""})
-    threads: int = setting("CPU threads of each rank", 1, minimum=1)
+    threads: int | None = setting("CPU threads of each rank; null: the cores shared by all ranks", None, minimum=1)
 
 
 ConfigStore.instance().store(name="sft_schema", node=SftConfig)
@@ -218,7 +218,7 @@ def _train_rank(
 
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(rank_threads(config))
     else:
         torch.cuda.set_device(rank)
     settings = ActorSettings(
@@ -252,6 +252,13 @@ def _train_rank(
     actor.shutdown()
 
 
+def rank_threads(config: SftConfig) -> int:
+    """CPU threads of each rank."""
+    from joblib import cpu_count  # knows affinity, Slurm's included, and a container's quota
+
+    return config.threads or max(1, cpu_count() // config.policy.parallel.world_size)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -266,7 +273,7 @@ def main() -> int:
     def command(config: SftConfig) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
+        os.environ.setdefault("OMP_NUM_THREADS", str(rank_threads(config)))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(config.name, total=config.steps)

@@ -68,6 +68,7 @@ async def train(
     from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
     from megatron_drmas.checkpointing import Saver
     from megatron_drmas.cluster.cluster import Cluster
+    from megatron_drmas.cluster.machine import fit_to_machine
     from megatron_drmas.config.load import to_dict
     from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.data.sampler import QuestionSampler
@@ -79,6 +80,7 @@ async def train(
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
     from megatron_drmas.step_record import merge_stages, step_record, trajectory_records
 
+    config, fitted = fit_to_machine(config)
     sets = load_question_sets(config.data)
     questions = sets.train
     sampler = QuestionSampler(len(questions), config.seed, config.data.shuffle)
@@ -101,6 +103,7 @@ async def train(
 
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
+        log.note(fitted)
         if resumed and folder != checkpoints.complete()[-1]:
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         async with (

@@ -145,13 +145,6 @@ def check_model(prefix: str, policy: PolicyConfig) -> ModelSpec:
             "Megatron trains expert layers under tensor parallelism with sequence parallelism only",
             f"set {prefix}.parallel.sequence=true",
         )
-    if spec.experts and policy.packing == "trie":
-        raise ConfigError(
-            f"{prefix}.packing",
-            "trie",
-            "is not exact for a mixture of experts, whose load balancing counts tokens",
-            f"set {prefix}.packing=auto",
-        )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(key, policy.model, "has no .safetensors file", "convert or download the weights as safetensors")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):

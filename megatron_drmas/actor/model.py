@@ -160,20 +160,20 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
     return wrapped
 
 
-def shares_beginnings(spec: ModelSpec, settings: ActorSettings) -> bool:
+def shares_beginnings(settings: ActorSettings) -> bool:
     """Whether tokens that rows begin with are packed once (`policies.X.packing`).
 
-    Not under a mixture of experts, whose load balancing and capacity depend on how often a token is seen, and not with
-    Transformer Engine's attention.
+    It takes the local attention.  Experts' routing, which neither balances load nor drops tokens, is that of each token alone.
 
     Raises:
-        ValueError: asked for where it is not possible.
+        ValueError: asked for with Transformer Engine's attention.
     """
-    possible = not spec.experts and not _with_transformer_engine(settings)
-    if settings.policy.packing == "trie" and not possible:
-        why = "is not exact under a mixture of experts" if spec.experts else "needs the local attention, which runs on CPUs"
-        raise ValueError(f"policies.{settings.name}.packing=trie {why}; set it to none or auto")
-    return possible and settings.policy.packing != "none"
+    local = not _with_transformer_engine(settings)
+    if settings.policy.packing == "trie" and not local:
+        raise ValueError(
+            f"policies.{settings.name}.packing=trie needs the local attention, and GPUs run Transformer Engine's; set it to auto"
+        )
+    return local and settings.policy.packing != "none"
 
 
 def _with_transformer_engine(settings: ActorSettings) -> bool:

@@ -55,7 +55,7 @@ class PolicyActor:
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
         self.model = build_model(self.spec, self.settings)
-        self.shares_beginnings = shares_beginnings(self.spec, self.settings)
+        self.shares_beginnings = shares_beginnings(self.settings)
         if weights:
             load_hf_weights([self.model], weights, self.spec)
         self.model.broadcast_params()

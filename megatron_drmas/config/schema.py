@@ -79,12 +79,15 @@ class PolicyConfig:
         "How a micro-batch holds its rows",
         "auto",
         choices={
-            "auto": "trie on CPUs, none on GPUs and for mixtures of experts",
+            "auto": "trie on CPUs, none on GPUs",
             "trie": "tokens that rows begin with are computed once",
             "none": "each row by itself",
         },
     )
-    recompute: bool = setting("Keep only each layer's input and compute the rest again in the backward pass", False)
+    recompute: bool | None = setting(
+        "Keep only each layer's input and compute the rest again in the backward pass; null: where memory does not hold it all",
+        None,
+    )
 
 
 @dataclass
@@ -292,8 +295,10 @@ class ClusterConfig:
         "Of weights from actors to engines; auto: the first that serves the placement", "auto", registry="transport"
     )
     colocate: bool = setting("Actors and engines take turns on the same GPUs", True)
-    actor_threads: int = setting("CPU threads of each actor rank", 1, minimum=1)
-    engine_threads: int = setting("CPU threads of each engine", 1, minimum=1)
+    actor_threads: int | None = setting(
+        "CPU threads of each actor rank; null: the cores shared by all ranks, which compute at the same time", None, minimum=1
+    )
+    engine_threads: int | None = setting("CPU threads of each engine; null: the cores shared by all engines", None, minimum=1)
     start_timeout_s: float = setting("Seconds that the start of Ray, an actor, an engine or a service may take", 300.0, minimum=1)
     sync_timeout_s: float = setting("Seconds that a weight update may take", 120.0, minimum=1)
     step_timeout_s: float = setting("Seconds that an actor's update, checkpoint or export may take", 1800.0, minimum=1)

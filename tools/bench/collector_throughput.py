@@ -20,6 +20,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from megatron_drmas.cluster.machine import fit_to_machine
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
@@ -125,6 +126,7 @@ def main() -> None:
         copy_team(Path(folder, "team"), seed=0)
         config = compose_config("search_hetero", [f"variables.tiny_team={folder}/team", f"output_dir={folder}", *args.overrides])
         validate(config)
+        config, _ = fit_to_machine(config)
         os.environ["OMP_NUM_THREADS"] = str(config.cluster.engine_threads)
         ok = asyncio.run(measure(config, args.rounds))
     sys.exit(not ok)

@@ -1,0 +1,98 @@
+"""What a configuration leaves to the machine: CPU threads, and whether activations are kept or computed again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from checkpoints_conv.families import family_of
+from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.hf_folder import read_config
+from megatron_drmas.actor.precision import DTYPES
+from megatron_drmas.cluster.placement import resolve_device
+from megatron_drmas.config.schema import PolicyConfig, RunConfig
+from megatron_drmas.devices import DEVICES
+
+MOST_THREADS = 8  # of a process whose model is on a GPU
+MEMORY_SHARE = 0.5  # of what is available, for the actors: engines, page cache and the driver need the rest
+OPTIMIZER_BYTES = 12  # a parameter: fp32 gradient and Adam's two moments
+MASTER_BYTES = 4  # and its fp32 copy where it is not fp32 itself
+
+
+def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
+    """Replace each null of cluster.actor_threads, cluster.engine_threads and policies.X.recompute.
+
+    Actors of all policies compute at the same time, and so do all engines; actors and engines take turns.  On CPUs a group
+    shares the cores that this process may use; with GPUs each node's cores are shared by as many processes as it has GPUs.
+    A trainable policy's activations are kept if all actors then fit into half of the available memory; with GPUs they are
+    kept.
+
+    Returns:
+        The configuration, and one line that says what was chosen and from what.
+    """
+    from joblib import cpu_count  # knows affinity, Slurm's included, and a container's quota
+
+    cores, device = cpu_count(), DEVICES[resolve_device(config)]
+    actors = sum(policy.parallel.world_size for policy in config.policies.values() if policy.trainable)
+    engines = sum(policy.engine.replicas for policy in config.policies.values())
+
+    def threads(processes: int) -> int:
+        if device.placed:
+            return max(1, min(MOST_THREADS, cores // config.cluster.gpus_per_node))
+        return max(1, cores // max(1, processes))
+
+    chosen = {"actor_threads": threads(actors), "engine_threads": threads(engines)}
+    given = {name: getattr(config.cluster, name) for name in chosen}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    words = [
+        f"{chosen['actor_threads']} for each of {actors} actor ranks",
+        f"{chosen['engine_threads']} for each of {engines} engines",
+    ]
+    text = f"{cores} CPU cores; threads: {', '.join(words)}"
+    policies = dict(config.policies)
+    open_ = [name for name, policy in policies.items() if policy.recompute is None]
+    if open_ and not device.accelerated:
+        specs = {name: family_of(found).model_spec(found) for name in policies for found in [read_config(policies[name].model)]}
+        needed = sum(
+            actor_bytes(specs[name], policy, config.precision.mode) for name, policy in policies.items() if policy.trainable
+        )
+        available = available_memory()
+        recompute = needed > MEMORY_SHARE * available
+        does = "are computed again in the backward pass" if recompute else "are kept"
+        text += (
+            f"; activations {does} (actors need {needed / 2**30:.1f} GiB to keep them, {available / 2**30:.1f} GiB are available)"
+        )
+    else:
+        recompute = False
+    for name in open_:
+        policies[name] = replace(policies[name], recompute=recompute)
+    return replace(config, cluster=replace(config.cluster, **chosen), policies=policies), text
+
+
+def actor_bytes(spec: ModelSpec, policy: PolicyConfig, precision: str) -> int:
+    """About what all ranks of a policy's actor need at once in an update that keeps its activations.
+
+    Weights, gradients, optimizer and, for each token of a micro-batch, what a layer's backward pass needs: the inputs of norms,
+    of linear layers and of attention, and both halves of the gated MLP.
+    """
+    size = DTYPES[precision].itemsize
+    width = spec.ffn if not spec.experts else spec.experts_per_token * spec.expert_ffn
+    layer = spec.hidden * (2 * spec.q_size + 2 * spec.kv_size) + 3 * spec.hidden * (
+        spec.expert_ffn * spec.experts if spec.experts else spec.ffn
+    )
+    parameters = spec.layers * layer + spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    state = parameters * (size + OPTIMIZER_BYTES + (MASTER_BYTES if size < 4 else 0)) * policy.parallel.data
+    elements = 10 * spec.hidden + 4 * (spec.q_size + 2 * spec.kv_size) + 5 * width
+    return state + policy.parallel.data * policy.micro_batch_tokens * spec.layers * elements * size
+
+
+def available_memory() -> int:
+    """Bytes that this process and its children may still take, a container's or Slurm's limit included."""
+    available = psutil.virtual_memory().available
+    group = Path("/proc/self/cgroup")
+    path = next((line[3:] for line in group.read_text().splitlines() if line.startswith("0::")), "/") if group.exists() else "/"
+    for folder in (Path("/sys/fs/cgroup") / path.lstrip("/"), Path("/sys/fs/cgroup")):
+        limit, used = (folder / name for name in ("memory.max", "memory.current"))
+        if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+            available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
