@@ -1,6 +1,11 @@
 """What the log keeps of a step."""
 
+import math
+import sys
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,7 +14,9 @@ from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.algorithm.scores import row_scores
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.observability.health import WHAT, count_causes, count_step, share
+from megatron_drmas.observability.health import count_causes, count_step, share
+from megatron_drmas.observability.metric import Reduction
+from megatron_drmas.observability.metrics import HEALTH, UPDATE_REDUCTIONS
 from megatron_drmas.observability.records import StepRecord, TrajectoryRecord, TurnRecord, plain
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
@@ -18,18 +25,24 @@ from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
 ZERO = 1e-6  # an advantage that is no larger teaches nothing
 
 
-def step_record(
-    step: int, trajectories: list[Trajectory], batch: TurnBatch, metrics: dict[str, dict], tokens_generated: int
-) -> StepRecord:
+@dataclass
+class Stage:
+    """One update of a step: with `algorithm.sequential` an agent's, else the only one."""
+
+    trajectories: list[Trajectory]
+    batch: TurnBatch  # their rows, with advantages
+    metrics: dict[str, dict]  # of the actors, by policy
+
+
+def step_record(step: int, whole: Stage, tokens_generated: int) -> StepRecord:
     """The record of a training step.
 
     Args:
         step: counted from 1.
-        trajectories: all of the step's.
-        batch: their rows, with advantages.
-        metrics: of the actors, by policy; of several updates in a step, as `algorithm.update_metrics.merge_metrics` merges them.
+        whole: all of the step (see `merge_stages`).
         tokens_generated: response tokens that the engines returned.
     """
+    trajectories, batch, metrics = whole.trajectories, whole.batch, whole.metrics
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
     # What the team earns on the questions as they come, those included that dynamic sampling replaced for want of signal.
     drawn = [trajectory for trajectory in trajectories if trajectory.failure in (None, NO_SIGNAL)]
@@ -38,7 +51,7 @@ def step_record(
         for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
     }
     health = count_step(trajectories, _zero_advantages(batch))
-    for kind in WHAT:
+    for kind in HEALTH:
         for name, count in health[kind]["agents"].items():
             agents[name][f"{kind}_rate"] = share(count)
     policies = {}
@@ -63,12 +76,23 @@ def step_record(
             if values["nonfinite_agents"]
         },
         health=health,
+        workflow=_reported(finished),
     )
 
 
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values) if values else float("nan")
+
+
+def _reported(trajectories: list[Trajectory]) -> dict[str, float]:
+    """The mean of every finite number that workflows put into `Outcome.info`, over the trajectories that have it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for key, value in trajectory.outcome.info.items() if trajectory.outcome else ():
+            if isinstance(value, Real) and abs(value) <= sys.float_info.max:
+                found[str(key)].append(float(value))
+    return {key: _mean(values) for key, values in found.items()}
 
 
 def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
@@ -96,25 +120,48 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
     }
 
 
-def merge_stages(stages: list[tuple[list[Trajectory], TurnBatch]]) -> tuple[list[Trajectory], TurnBatch]:
-    """All trajectories of a step and their rows; with `algorithm.sequential` every agent's update had its own.
-
-    Args:
-        stages: trajectories and their rows with advantages, as each update had them; groups are numbered through.
-    """
+def merge_stages(stages: list[Stage]) -> Stage:
+    """All trajectories of a step, their rows and the metrics of all its updates; groups are numbered through."""
     if len(stages) == 1:
         return stages[0]
-    merged: list[Trajectory] = []
-    for trajectories, _ in stages:
-        groups = max((trajectory.group for trajectory in merged), default=-1) + 1
-        for trajectory in trajectories:
+    trajectories: list[Trajectory] = []
+    for stage in stages:
+        groups = max((trajectory.group for trajectory in trajectories), default=-1) + 1
+        for trajectory in stage.trajectories:
             trajectory.group += groups
-        merged += trajectories
-    batches = [batch for _, batch in stages]
-    rows = collate(merged, batches[0].agents, batches[0].policies, set())
-    rows.trainable = torch.cat([batch.trainable for batch in batches])
-    rows.advantages = torch.cat([batch.advantages for batch in batches])
-    return merged, rows
+        trajectories += stage.trajectories
+    first = stages[0].batch
+    rows = collate(trajectories, first.agents, first.policies, set())
+    rows.trainable = torch.cat([stage.batch.trainable for stage in stages])
+    rows.advantages = torch.cat([stage.batch.advantages for stage in stages])
+    metrics: dict[str, dict] = {}
+    for stage in stages:
+        metrics = merge_metrics(metrics, stage.metrics)
+    return Stage(trajectories, rows, metrics)
+
+
+def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str, dict]:
+    """Metrics by policy of all updates so far; of a policy that was updated twice as the table of metrics reduces them."""
+    return earlier | {
+        policy: _merge(earlier[policy], values) if policy in earlier else values for policy, values in later.items()
+    }
+
+
+def _merge(a: dict, b: dict) -> dict:
+    merged = {"nonfinite_agents": sorted({*a["nonfinite_agents"], *b["nonfinite_agents"]}), "agents": a["agents"] | b["agents"]}
+    for key in b.keys() - merged.keys():
+        reduction = UPDATE_REDUCTIONS[key]
+        if reduction is Reduction.SUM:
+            merged[key] = a[key] + b[key]
+        elif reduction is Reduction.LAST:
+            merged[key] = b[key]
+        elif reduction in (Reduction.STEP_MAX, Reduction.TOKEN_MAX):
+            merged[key] = max((value for value in (a[key], b[key]) if not math.isnan(value)), default=math.nan)
+        else:
+            weight = "optimizer_steps" if reduction in (Reduction.TOKEN_SUM, Reduction.STEP_MEAN) else "tokens"
+            shares = [(values[key], values[weight]) for values in (a, b) if values[weight]]
+            merged[key] = sum(value * share for value, share in shares) / sum(share for _, share in shares) if shares else b[key]
+    return merged
 
 
 def trajectory_records(

@@ -65,7 +65,7 @@ async def train(
         UnhealthyRun: going on would waste the run's time or ruin what it has learned (`config.HealthConfig`).
     """
     from megatron_drmas.algorithm.advantages import compute_advantages
-    from megatron_drmas.algorithm.update_metrics import merge_metrics, stage_metrics
+    from megatron_drmas.algorithm.teamtr import certify
     from megatron_drmas.checkpointing import Saver
     from megatron_drmas.cluster.cluster import Cluster
     from megatron_drmas.cluster.machine import fit_to_machine
@@ -78,7 +78,7 @@ async def train(
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
-    from megatron_drmas.step_record import merge_stages, step_record, trajectory_records
+    from megatron_drmas.step_record import Stage, merge_stages, step_record, trajectory_records
 
     config, fitted = fit_to_machine(config)
     sets = load_question_sets(config.data)
@@ -125,7 +125,7 @@ async def train(
             stop.polite(log.note)
 
             for step in range(done + 1, config.steps + 1):
-                metrics, tokens_before, sampled = {}, cluster.generated_tokens, []
+                tokens_before, done_stages = cluster.generated_tokens, []
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(
@@ -146,18 +146,19 @@ async def train(
                     with log.phase("advantages"):
                         batch = collate(trajectories, agents, policies, learners)
                         batch.advantages = compute_advantages(batch, config.algorithm)
-                        sampled.append((trajectories, batch))
                     with log.phase("update"):
                         saver.updating()
-                        metrics = merge_metrics(metrics, stage_metrics(await cluster.update(batch, step), batch))
+                        metrics = certify(await cluster.update(batch, step), batch)
+                        done_stages.append(Stage(trajectories, batch, metrics))
                     with log.phase("weight_sync"):
                         await cluster.sync_weights((step - 1) * len(stages) + number, verify=step == done + 1)
 
                 confirm(log.abandon)
-                trajectories, batch = merge_stages(sampled)
-                problem = log.log_step(step_record(step, trajectories, batch, metrics, cluster.generated_tokens - tokens_before))
+                whole = merge_stages(done_stages)
+                record = step_record(step, whole, cluster.generated_tokens - tokens_before)
+                problem = log.log_step(record)
                 with log.contained("trajectories"):
-                    log.log_trajectories(step, trajectory_records(trajectories, config, tokenizers, batch))
+                    log.log_trajectories(step, trajectory_records(whole.trajectories, config, tokenizers, whole.batch))
                 saver.updated(step)
                 last = step == config.steps
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):

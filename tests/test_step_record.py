@@ -1,5 +1,6 @@
 """What a step's log line says of its batch and of the actors' metrics."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from megatron_drmas.observability.alarms import Watch
 from megatron_drmas.observability.records import plain
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.dynamic_sampling import NO_SIGNAL
-from megatron_drmas.step_record import chosen, merge_stages, step_record, trajectory_records
+from megatron_drmas.step_record import Stage, chosen, merge_metrics, merge_stages, step_record, trajectory_records
 from megatron_drmas.team.trajectory import Outcome, Trajectory, Turn
 
 AGENTS = ("search", "answer")
@@ -44,10 +45,27 @@ def metrics(**values):
     return {"writer": {"tokens": 10, "loss": 0.5, "skipped": 0, "nonfinite_agents": [], "agents": {0: {"entropy": 0.3}}} | values}
 
 
+def update(tokens=10, steps=1, norm=1.0, agents=None, skipped=0, nonfinite=(), **values):
+    return {
+        "tokens": tokens,
+        "skipped": skipped,
+        "optimizer_steps": steps,
+        "loss": norm / 2,
+        "gradient_mass": norm,
+        "grad_norm": norm,
+        "grad_norm_max": norm,
+        "entropy": float(tokens),
+        "logprob_diff_max": norm,
+        "lr": 0.1,
+        "nonfinite_agents": list(nonfinite),
+        "agents": agents or {0: {"entropy": 0.3}},
+    } | values
+
+
 def record(of_policies):
     batch = collate(trajectories(), AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    return step_record(1, trajectories(), batch, of_policies, tokens_generated=18)
+    return step_record(1, Stage(trajectories(), batch, of_policies), tokens_generated=18)
 
 
 def test_failed_trajectories_are_counted_and_count_for_nothing_else():
@@ -71,7 +89,7 @@ def test_rows_without_an_advantage_are_counted_where_they_learn():
     same = [replace(each, reward=0.0, turns=[turn("search", 0), turn("answer", 1)], failure=None) for each in trajectories()]
     batch = collate(same, AGENTS, ("writer",), {"search"})
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, same, batch, metrics(), tokens_generated=18)
+    step = step_record(1, Stage(same, batch, metrics()), tokens_generated=18)
     assert step.health["zero_advantage"] == {"team": [3, 3], "agents": {"search": [3, 3]}}
 
 
@@ -155,22 +173,26 @@ def test_all_stages_of_a_step_count():
     first, second = trajectories(), trajectories()
     for trajectory in second:
         trajectory.reward = 0.25
-    stages = [(first, collated(first, ["search"])), (second, collated(second, ["answer"]))]
-    merged, batch = merge_stages(stages)
+    stages = [
+        Stage(first, collated(first, ["search"]), {"writer": update()}),
+        Stage(second, collated(second, ["answer"]), {"writer": update(agents={1: {"entropy": 0.1}})}),
+    ]
+    whole = merge_stages(stages)
+    merged, batch = whole.trajectories, whole.batch
     assert merged == first + second and [trajectory.group for trajectory in merged] == [0, 0, 0, 1, 1, 1]
-    step = step_record(1, merged, batch, metrics(), tokens_generated=36)
+    step = step_record(1, whole, tokens_generated=36)
     assert step.trajectories == 6 and step.masked == {"retrieval": 2} and step.reward == pytest.approx((1 + 0 + 0.25 + 0.25) / 4)
-    assert step.agents["search"]["calls"] == 6 and len(batch) == sum(len(rows) for _, rows in stages)
+    assert step.agents["search"]["calls"] == 6 and len(batch) == sum(len(stage.batch) for stage in stages)
     kept = trajectory_records(merged, configured(), {"writer": Letters()}, batch)
     trained = [{turn.agent for turn in trajectory.turns if turn.trained} for trajectory in kept]
     assert trained == [{"search"}, {"search"}, set(), {"answer"}, {"answer"}, set()]
-    assert merge_stages(stages[:1]) == stages[0]
+    assert merge_stages(stages[:1]) is stages[0]
 
 
 def test_success_is_the_share_of_trajectories():
     drawn = trajectories()
     drawn[1].success = True
-    assert step_record(1, drawn, collated(drawn), metrics(), tokens_generated=1).success == 0.5
+    assert step_record(1, Stage(drawn, collated(drawn), metrics()), tokens_generated=1).success == 0.5
 
 
 def test_the_reward_is_that_of_all_questions_drawn():
@@ -179,10 +201,55 @@ def test_the_reward_is_that_of_all_questions_drawn():
     drawn += [replace(drawn[0], group=1, sample=sample, failure=NO_SIGNAL) for sample in range(3)]
     batch = collate(drawn, AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, drawn, batch, metrics(), tokens_generated=18)
+    step = step_record(1, Stage(drawn, batch, metrics()), tokens_generated=18)
     assert step.reward == 0.8 and step.masked == {"retrieval": 1, NO_SIGNAL: 3}
 
 
 def test_of_a_refused_step_as_many_are_kept_as_of_any_step():
     config = configured("logging.trajectories_per_step=2", "logging.trajectories_per_evaluation=0")
     assert len(trajectory_records(trajectories(), config, {"writer": Letters()}, refused=True)) == 2
+
+
+def test_counts_add_up_maxima_are_kept_and_means_are_those_of_all_tokens_and_steps():
+    first = update(tokens=30, steps=3, norm=999.0, skipped=1, nonfinite=[1])
+    merged = merge_metrics(
+        merge_metrics({}, {"writer": first}), {"writer": update(agents={1: {"entropy": 0.1}}, nonfinite=[0], lr=0.2)}
+    )["writer"]
+    assert (merged["tokens"], merged["skipped"], merged["optimizer_steps"], merged["nonfinite_agents"]) == (40, 1, 4, [0, 1])
+    assert (merged["grad_norm"], merged["grad_norm_max"], merged["entropy"], merged["lr"]) == (749.5, 999.0, 25.0, 0.2)
+    assert merged["agents"] == {0: {"entropy": 0.3}, 1: {"entropy": 0.1}}
+
+
+def test_an_update_without_a_step_leaves_the_others_norm():
+    nan = update(steps=0, norm=math.nan, skipped=1)
+    for updates in ([nan, update(norm=2.0)], [update(norm=2.0), nan]):
+        merged = merge_metrics({"writer": updates[0]}, {"writer": updates[1]})["writer"]
+        assert merged["grad_norm"] == merged["grad_norm_max"] == 2.0 and merged["skipped"] == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 4), st.floats(0, 10)), min_size=1, max_size=5))
+def test_merging_one_by_one_is_the_whole(parts):
+    merged = {}
+    for tokens, steps, norm in parts:
+        merged = merge_metrics(merged, {"writer": update(tokens, steps, norm)})
+    tokens, steps = (sum(part[index] for part in parts) for index in (0, 1))
+    assert merged["writer"]["entropy"] == pytest.approx(sum(part[0] ** 2 for part in parts) / tokens)
+    assert merged["writer"]["grad_norm"] == pytest.approx(sum(part[1] * part[2] for part in parts) / steps)
+    assert merged["writer"]["grad_norm_max"] == max(part[2] for part in parts)
+
+
+@pytest.mark.parametrize(
+    "values, logged",
+    [
+        ((True, False), {"key": 0.5}),
+        ((3, 0), {"key": 1.5}),
+        ((math.inf, 2), {"key": 2.0}),
+        ((10**400, math.nan), {}),
+        (("3", None), {}),
+    ],
+)
+def test_the_numbers_of_a_workflow_are_averaged_over_the_trajectories_that_ended(values, logged):
+    drawn = trajectories()
+    for trajectory, value in zip(drawn, (*values, 7)):
+        trajectory.outcome = Outcome("x", {"key": value})
+    assert step_record(1, Stage(drawn, collated(drawn), metrics()), tokens_generated=1).workflow == logged

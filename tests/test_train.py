@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_drmas.observability.metrics import metric_of
+from megatron_drmas.observability.tensorboard import scalars
+
 SMALL = [
     "questions_per_step=4",
     "group_size=4",
@@ -43,8 +46,10 @@ def train(tiny_team, tmp_path_factory, repository):
 
 
 def steps(run_dir):
-    """What each step measured, without its times."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    """What each step measured, without its times; all of it is in the table of metrics."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = {tag for line in lines if line["kind"] in ("step", "evaluation") for tag in scalars(line)}
+    assert [tag for tag in logged if metric_of(tag) is None] == []
     return {
         line["step"]: {key: line[key] for key in ("reward", "agents", "policies", "tokens_generated")}
         for line in lines

@@ -9,32 +9,10 @@ from torch import Tensor
 from megatron_drmas.actor.packing import MicroBatch
 from megatron_drmas.actor.parallel import owns_results
 from megatron_drmas.algorithm.losses import LossOutputs
+from megatron_drmas.observability.metric import Reduction
+from megatron_drmas.observability.metrics import LOSS_SUMS, UPDATE_REDUCTIONS
 
-SUMS = (
-    "tokens",
-    "loss",
-    "clipped",
-    "ratio",
-    "kl_old",
-    "entropy",
-    "prob_ratio",
-    "mismatch",
-    "chi_square",
-    "corrected",
-    "gradient_mass",
-    "kl_reference",  # only with a reference policy
-)
-MEANS = {  # reported name -> sum over tokens that is divided by `tokens`
-    "clip_fraction": "clipped",
-    "ratio": "ratio",
-    "kl_old": "kl_old",
-    "entropy": "entropy",
-    "prob_ratio": "prob_ratio",
-    "logprob_diff_mean": "mismatch",
-    "chi_square": "chi_square",
-    "corrected_fraction": "corrected",
-    "kl_reference": "kl_reference",
-}
+SUMS = ("tokens", *LOSS_SUMS)  # of LossOutputs
 
 
 class UpdateMetrics:
@@ -42,7 +20,7 @@ class UpdateMetrics:
 
     def __init__(self, agents: int, device: str, reference: bool = False):
         self.device = device
-        self.means = {name: total for name, total in MEANS.items() if reference or name != "kl_reference"}
+        self.names = [name for name in LOSS_SUMS if reference or name != "kl_reference"]
         self.sums = torch.zeros(len(SUMS), agents, dtype=torch.float64)
         self.largest_mismatch = torch.zeros(agents, dtype=torch.float64)
         self.nonfinite_agents: set[int] = set()
@@ -60,7 +38,7 @@ class UpdateMetrics:
         sums, largest = torch.zeros_like(self.sums), torch.zeros_like(self.largest_mismatch)
         for output in outputs if owns_results() else []:
             sums += torch.stack([output.sums.get(name, torch.zeros_like(output.sums["tokens"])).double().cpu() for name in SUMS])
-            largest = torch.maximum(largest, output.maxima["mismatch"].double().cpu())
+            largest = torch.maximum(largest, output.maxima["logprob_diff_max"].double().cpu())
         sums, largest = sums.to(self.device), largest.to(self.device)
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -98,10 +76,5 @@ class UpdateMetrics:
 
     def _means(self, sums: Tensor, steps: int) -> dict:
         value = dict(zip(SUMS, sums.tolist(), strict=True))
-        tokens = max(value["tokens"], 1.0)
-        return {
-            "tokens": int(value["tokens"]),
-            "loss": value["loss"] / max(steps, 1),
-            "gradient_mass": value["gradient_mass"] / max(steps, 1),
-            **{name: value[total] / tokens for name, total in self.means.items()},
-        }
+        over = {Reduction.TOKEN_MEAN: max(value["tokens"], 1.0), Reduction.TOKEN_SUM: max(steps, 1)}
+        return {"tokens": int(value["tokens"])} | {name: value[name] / over[UPDATE_REDUCTIONS[name]] for name in self.names}

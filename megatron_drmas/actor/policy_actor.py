@@ -88,8 +88,8 @@ class PolicyActor:
             skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
             (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
             With a KL to the reference, the policy that the run began with: kl_reference.
-            With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
-            beta, message_kl_bound and surrogate (see `teamtr.measure_update`).
+            With the loss teamtr, whose update ends early at `trust_region.delta`, trust_region: message_kl (its estimate at
+            the end), beta, message_kl_bound and surrogate (see `teamtr.measure_update`).
         """
         if self.reference:
             logprobs = self.reference.under(self.model, partial(self.token_logprobs, batch))
@@ -119,7 +119,7 @@ class PolicyActor:
             metrics.add(outputs, *optimizer_step(self.optimizer, self.schedule))
             if region and region.reached(self.token_logprobs):
                 break
-        return metrics.report(lr) | (region.metrics if region else {})
+        return metrics.report(lr) | ({"trust_region": region.metrics} if region else {})
 
     def token_logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probs of the response tokens under the current weights at `temperature`, float32 [T'], on every rank."""

@@ -46,12 +46,12 @@ class LossOutputs:
     `sums` and `maxima` are detached and indexed by agent, float32 [agents]; add sums (take the maximum of maxima) over
     micro-batches and ranks, then divide a sum by the sum `tokens` for its mean:
 
-    tokens, loss, clipped (tokens whose gradient the clip removed, or limited to that of a ratio of e^20), ratio (pi / pi_old, at
-    most e^20), kl_old (k3 estimate of
-    KL(pi_old || pi)), kl_reference, entropy, prob_ratio (exp |log pi_old - log pi_engine|), mismatch (|the same difference|),
-    chi_square ((pi_old / pi_engine)^2 - 1), corrected (tokens whose importance weight was capped or masked),
+    tokens, loss, clip_fraction (tokens whose gradient the clip removed, or limited to that of a ratio of e^20), ratio (pi /
+    pi_old, at most e^20), kl_old (k3 estimate of KL(pi_old || pi)), kl_reference, entropy, prob_ratio
+    (exp |log pi_old - log pi_engine|), logprob_diff_mean (|the same difference|),
+    chi_square ((pi_old / pi_engine)^2 - 1), corrected_fraction (tokens whose importance weight was capped or masked),
     gradient_mass (|d loss / d logprob|, already weighted: report the sum, or its share).
-    maxima: mismatch.
+    maxima: logprob_diff_max.
     """
 
     loss: Tensor
@@ -176,7 +176,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     token_loss, clipped = LOSSES[config.name](inputs, log_ratio, config)
     correction, corrected = mismatch_correction(old - inputs.engine_logprobs, inputs.sequence, inputs.sequences, config.mismatch)
     token_loss = token_loss * correction
-    reported = {"clipped": clipped, "corrected": corrected}
+    reported = {"clip_fraction": clipped, "corrected_fraction": corrected}
     # The terms below hold the policy back; a token that the correction masks is held back like any other.
     if inputs.beta:
         token_loss = token_loss - inputs.beta * segment_sum(log_ratio, inputs.sequence, inputs.sequences)[inputs.sequence]
@@ -198,7 +198,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         "ratio": held_exp(log_ratio),
         "kl_old": kl_penalty(old, logprobs, "k3"),
         "prob_ratio": held_exp(mismatch.abs()),
-        "mismatch": mismatch.abs(),
+        "logprob_diff_mean": mismatch.abs(),
         "chi_square": held_exp(mismatch).square() - 1,
     }
     if inputs.entropy is not None:
@@ -206,7 +206,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     agent = torch.zeros_like(inputs.sequence) if inputs.agent is None else inputs.agent
     sums = {name: segment_sum(values.detach().float(), agent, inputs.agents) for name, values in reported.items()}
     largest = weighted.new_zeros(inputs.agents).scatter_reduce_(0, agent, mismatch.detach().abs(), "amax")
-    return LossOutputs(loss, sums, {"mismatch": largest})
+    return LossOutputs(loss, sums, {"logprob_diff_max": largest})
 
 
 def token_weights(batch: TurnBatch, config: LossConfig) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import LossConfig
-from megatron_drmas.kernels.segments import expand_rows, segment_sum
+from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_sum
 
 MAX_LOG_RATIO = 300.0  # of a message, in float64: sums over messages stay finite
 
@@ -113,3 +113,28 @@ def certificate(
     """
     c = penalty_constant(a_max, horizon, discount) * (1 if fresh else len(kls))
     return sum(surrogate - c * max(kl, 0.0) ** 0.5 for surrogate, kl in zip(surrogates, kls, strict=True)) - slack
+
+
+def certify(metrics: dict[str, dict], batch: TurnBatch) -> dict[str, dict]:
+    """What the actors report of a stage; the trust region's figures become those of the agent that the update was for.
+
+    Such an agent gets grad_norm and grad_norm_max, message_kl, message_kl_bound and beta, surrogate_gain (the mean over all
+    trajectories of the batch, those included in which the agent did not speak) and certificate (see `certificate`).
+    Its policy gets the certificate too.
+
+    Args:
+        metrics: of the actors, by policy.
+        batch: all rows that the stage sampled, with advantages.
+    """
+    for values in metrics.values():
+        region = values.pop("trust_region", None)
+        if region is None:
+            continue
+        trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
+        largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
+        gain = region.pop("surrogate") / trajectories
+        values["certificate"] = certificate([gain], [region["message_kl_bound"]], largest, calls)
+        (agent,) = values["agents"]
+        norms = {key: values[key] for key in ("grad_norm", "grad_norm_max")}
+        values["agents"][agent] |= norms | region | {"surrogate_gain": gain, "certificate": values["certificate"]}
+    return metrics

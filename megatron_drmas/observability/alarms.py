@@ -6,36 +6,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from megatron_drmas.observability.metric import Limit
+from megatron_drmas.observability.metrics import LINE_KEYS, METRICS
+
 QUIET = 5  # steps without an alarm that end its episode
 WINDOW = 50  # steps of the running median
 WARM_UP = 5  # steps before a running median counts
 START = 10  # steps whose median is the metric's start
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What a healthy metric of an agent or a policy keeps to.  A value that is not finite always alarms.
-
-    The running median tells a jump.  A slow drift takes the running median with it, so it is told by the start.
-    """
-
-    metric: str
-    most: float | None = None  # absolute
-    above: float | None = None  # times the running median
-    below: float | None = None  # times the running median
-    far_above: float | None = None  # times the start
-    far_below: float | None = None  # times the start
-    floor: float = 0.0  # a smaller median counts as this, and nothing is below it
-
-
-LIMITS = (
-    Limit("grad_norm_max", above=5.0, far_above=20.0, floor=1e-3),
-    Limit("prob_ratio", most=1.05),
-    Limit("corrected_fraction", most=0.05),
-    Limit("entropy", above=3.0, below=0.1, far_above=5.0, far_below=0.05, floor=0.02),
-    Limit("response_length", above=3.0, below=1 / 3, far_above=5.0, far_below=0.2, floor=4.0),
-    Limit("baseline_inflation", most=3.0),
-)
 
 
 @dataclass
@@ -104,7 +81,7 @@ class Episodes:
 
 
 class Watch:
-    """Holds each step's metrics against `LIMITS` and the steps before.
+    """Holds each step's metrics against the limits in the table of metrics and the steps before.
 
     Args:
         agents_of: policy -> the agents that it speaks for, to name them in an alarm.
@@ -134,20 +111,24 @@ class Watch:
                 problem += f", nor was the loss of {', '.join(line['nonfinite'][policy])}"
             message = f"step {line['step']}: {self._called('policies', policy)} {problem}"
             alarms.append({"metric": "skipped", "who": policy, "value": count, "beyond": float(count), "message": message})
-        for limit in LIMITS:
-            for scope in ("agents", "policies"):
-                for who, metrics in line[scope].items():
-                    if limit.metric in metrics and not (scope == "agents" and self._is_its_policy(who, limit.metric, line)):
-                        value = metrics[limit.metric]
-                        found = self._problem(limit, (limit.metric, scope, who), value)
-                        if found:
-                            beyond, problem = found
-                            message = f"step {line['step']}: {limit.metric} of {self._called(scope, who)} {problem}"
-                            if limit.metric in self._causes:
-                                message += f"; likely: {self._causes[limit.metric]}"
-                            alarms.append(
-                                {"metric": limit.metric, "who": who, "value": value, "beyond": beyond, "message": message}
-                            )
+        for metric in (metric for metric in METRICS if metric.limit):
+            scope = LINE_KEYS[metric.scope]
+            for who, values in line[scope].items():
+                if metric.key not in values or (scope == "agents" and self._is_its_policy(who, metric.key, line)):
+                    continue
+                found = self._problem(metric.limit, (metric.key, scope, who), values[metric.key])
+                if found:
+                    message = f"step {line['step']}: {metric.key} of {self._called(scope, who)} {found[1]}"
+                    if metric.key in self._causes:
+                        message += f"; likely: {self._causes[metric.key]}"
+                    alarm = {
+                        "metric": metric.key,
+                        "who": who,
+                        "value": values[metric.key],
+                        "beyond": found[0],
+                        "message": message,
+                    }
+                    alarms.append(alarm)
         return alarms
 
     def _problem(self, limit: Limit, key: tuple[str, str, str], value: float | None) -> tuple[float | None, str] | None:

@@ -18,15 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_drmas.config.schema import HealthConfig, ShareConfig
+from megatron_drmas.observability.metrics import HEALTH
 from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory
 
-WHAT = {
-    "masked": "trajectories were masked",
-    "truncated": "responses reached their limit",
-    "invalid": "outputs could not be parsed",
-    "zero_advantage": "rows have advantage 0",
-    "found_nothing": "queries found nothing",
-}
 NOTHING_LEARNABLE = "nothing_learnable"
 REMEDIES = {
     "truncated": "raise rollout.max_response_tokens or the agent's max_response_tokens",
@@ -131,7 +125,7 @@ def in_short(alarms: Iterable[dict[str, Any]]) -> str:
     for alarm in alarms:
         if alarm["metric"] == NOTHING_LEARNABLE:
             words.append("nothing learnable")
-        elif alarm["metric"] in WHAT:
+        elif alarm["metric"] in HEALTH:
             whose = "" if alarm["who"] == "team" else f" of {alarm['who']}"
             words.append(f"{alarm['metric'].replace('_', ' ')}{whose} {alarm['value']:.2f}")
     return ", ".join(words)
@@ -178,7 +172,7 @@ class HealthRule:
         nothing = _why_nothing(counts)
         if nothing:
             yield _alarm(NOTHING_LEARNABLE, "team", 1.0, 1.0, f"step {step}: {nothing}")
-        for kind, what in WHAT.items():
+        for kind, what in HEALTH.items():
             limits: ShareConfig = getattr(self._config, kind)
             over = list(_over(counts[kind], limits.warn, self._config.least_calls))
             if not over or (kind == "zero_advantage" and nothing):
@@ -203,10 +197,10 @@ class HealthRule:
         nothing = _why_nothing(counts)
         if nothing and share(counts["rewarded"]["team"]) < 1:
             yield NOTHING_LEARNABLE, None, nothing
-        for kind in (kind for kind in WHAT if kind != "masked"):
+        for kind in (kind for kind in HEALTH if kind != "masked"):
             stop = getattr(self._config, kind).stop
             for who, count in _over(counts[kind], stop, self._config.least_calls):
-                problem = f"{_whose(who)}{count[0]} of {count[1]} {WHAT[kind]}, and health.{kind}.stop is {stop:g}"
+                problem = f"{_whose(who)}{count[0]} of {count[1]} {HEALTH[kind]}, and health.{kind}.stop is {stop:g}"
                 yield kind, who, f"{problem}; {REMEDIES[kind]}"
 
 
@@ -239,7 +233,7 @@ def _why_nothing(counts: Counts) -> str | None:
     for kind in ("invalid", "truncated"):
         count = counts[kind]["team"]
         if count[0]:
-            reasons.append(f"{count[0]} of {count[1]} {WHAT[kind]}")
+            reasons.append(f"{count[0]} of {count[1]} {HEALTH[kind]}")
         if share(count) >= 0.5:
             remedy = REMEDIES[kind]
     what = f"all {rows} advantages are 0" if rows else "no row is left to learn from"

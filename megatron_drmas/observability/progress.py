@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megatron_drmas.observability.charts import short
 from megatron_drmas.observability.health import in_short
+from megatron_drmas.observability.metrics import FIGURES
 from megatron_drmas.observability.records import name_questions
 
 PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
@@ -113,7 +114,7 @@ def duration(seconds: float) -> str:
 
 def figures(values: dict[str, Any]) -> str:
     """Reward and success in a few words."""
-    return f"reward {decimals(values['reward'])}, success {decimals(values['success'])}"
+    return ", ".join(f"{figure} {decimals(values[figure])}" for figure in FIGURES)
 
 
 def decimals(value: float | None) -> str:

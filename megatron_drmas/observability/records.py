@@ -1,7 +1,6 @@
 """What a run yields to look at, as plain data that JSON can hold.
 
-Metric dictionaries are open: every numeric key reaches metrics.jsonl, TensorBoard and the report.  The keys
-named below are the ones that the summary, the alarms and the report know by name.
+Metric dictionaries are open: every numeric key reaches metrics.jsonl, TensorBoard and the report.
 """
 
 import math
@@ -18,17 +17,12 @@ GENERATE, WEIGHT_SYNC, CHECKPOINT = "generate", "weight_sync", "checkpoint"  # p
 class StepRecord:
     """One training step.  `step` counts from 1; the policies are those after the step's update.
 
-    `agents[id]`: reward (mean over the agent's rows), own_reward (what its calls earned by themselves; 0 where
-    the algorithm does not ask), advantage_mean, advantage_std, response_length (tokens), masked_rate,
-    truncated_rate, invalid_rate and zero_advantage_rate (shares of `health`), calls_per_trajectory, baseline_inflation (the
-    factor by which a group baseline would inflate the agent's squared advantage), and what the actor reports by agent.
-    `policies[name]`: loss, grad_norm (before clipping, mean over optimizer steps), grad_norm_max, clip_fraction, entropy,
-    lr, prob_ratio (mean trainer/engine token probability ratio), logprob_diff_max, logprob_diff_mean.
+    The keys of `agents[id]` and `policies[name]`, and the units of all fields, are in the table of metrics (docs/metrics.md).
     """
 
     step: int
-    reward: float  # mean over trajectories
-    success: float  # share of trajectories
+    reward: float
+    success: float
     trajectories: int
     tokens_generated: int
     tokens_trained: int
@@ -38,6 +32,7 @@ class StepRecord:
     skipped: dict[str, int] = field(default_factory=dict)  # policy -> optimizer steps skipped (non-finite gradient)
     nonfinite: dict[str, list[str]] = field(default_factory=dict)  # policy -> agents whose own loss was not finite
     health: dict[str, dict[str, Any]] = field(default_factory=dict)  # counts, see `health.count_step`
+    workflow: dict[str, float] = field(default_factory=dict)  # means of the numbers in `Outcome.info`
 
     def __post_init__(self):
         for scope in ("agents", "policies"):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,14 +21,17 @@ import yaml
 
 from megatron_drmas.observability.alarms import Episodes
 from megatron_drmas.observability.charts import Series, line_chart, short
-from megatron_drmas.observability.health import WHAT, share
+from megatron_drmas.observability.health import share
 from megatron_drmas.observability.history import read_json_lines, write_atomically
+from megatron_drmas.observability.metric import Chart, Metric
+from megatron_drmas.observability.metrics import FIGURES, HEALTH, LINE_KEYS, METRICS, metric_of, of_scope
 from megatron_drmas.observability.progress import decimals, duration
-from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, name_questions
+from megatron_drmas.observability.records import GREEDY, SAMPLED, name_questions
 from megatron_drmas.observability.summary import comparable
+from megatron_drmas.observability.tensorboard import scalars
 
 EVERYTHING = "all questions"
-COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
+COLORS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
 MOST_TEXT = 20_000  # characters of one prompt or response
 MOST_ALARMS = 40
 TO_READ = {  # title -> the files whose first and last are shown
@@ -38,45 +41,6 @@ TO_READ = {  # title -> the files whose first and last are shown
 }
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Plot:
-    """How a metric is drawn."""
-
-    metric: str
-    title: str
-    hint: str = ""
-    log: bool = False
-    bounds: tuple[float, float] | None = None
-    bins: str = "mean"
-    minus: float = 0.0  # taken from the value
-
-
-AGENT_PLOTS = (
-    Plot("reward", "Reward", "mean over the agent's calls"),
-    Plot("response_length", "Response length", "tokens"),
-    Plot("invalid_rate", "Invalid outputs", "share of calls", bounds=(0.0, 0.1)),
-    Plot("truncated_rate", "Responses cut off", "share of calls", bounds=(0.0, 0.1)),
-    Plot("masked_rate", "Masked", "share of the trajectories it speaks in", bounds=(0.0, 0.1)),
-    Plot("zero_advantage_rate", "Without an advantage", "share of the rows that learn", bounds=(0.0, 0.1)),
-    Plot("calls_per_trajectory", "Calls per trajectory"),
-    Plot("advantage_std", "Advantage, standard deviation"),
-    Plot("advantage_mean", "Advantage, mean"),
-    Plot("entropy", "Entropy", "nats per token", bounds=(0.0, 0.0)),
-    Plot("gradient_mass", "Gradient mass", "the agent's part of the update"),
-    Plot("baseline_inflation", "Inflation under a group baseline", "of the squared advantage", bins="max"),
-)
-POLICY_PLOTS = (
-    Plot("grad_norm", "Gradient norm", "before clipping, log axis", log=True, bins="max"),
-    Plot("loss", "Loss"),
-    Plot("entropy", "Entropy", "nats per token", bounds=(0.0, 0.0)),
-    Plot("clip_fraction", "Clipped tokens", "share", bounds=(0.0, 0.01)),
-    Plot("prob_ratio", "Trainer/engine probability", "mean token ratio − 1", bounds=(0.0, 1e-5), bins="max", minus=1.0),
-    Plot("logprob_diff_max", "Trainer/engine log-prob difference", "largest, log axis", log=True, bins="max"),
-    Plot("shared_tokens", "Tokens shared", "share of the rows' tokens computed once for several", bounds=(0.0, 0.1)),
-    Plot("lr", "Learning rate", bounds=(0.0, 0.0)),
-)
 
 
 @dataclass
@@ -148,23 +112,24 @@ def _template():
 def render(run: Run) -> str:
     """The page's HTML."""
     agents, policies = run.names("agents"), run.names("policies")
-    agent_colours = {agent: index % COLOURS for index, agent in enumerate(agents)}
-    policy_colours = {policy: COLOURS - 1 - index % COLOURS for index, policy in enumerate(policies)}
+    agent_colors = {agent: index % COLORS for index, agent in enumerate(agents)}
+    policy_colors = {policy: COLORS - 1 - index % COLORS for index, policy in enumerate(policies)}
     alarms = alarm_lines(run)
     return _template().render(
         summary=run.summary,
         started=next((line["time"] for line in run.of_kind("start")), ""),
         results=results(run),
         team_charts=team_charts(run),
-        agent_colours=agent_colours,
-        agent_charts=metric_charts(run, "agents", AGENT_PLOTS, agent_colours),
-        policy_colours=policy_colours,
-        policy_charts=metric_charts(run, "policies", POLICY_PLOTS, policy_colours),
+        agent_colors=agent_colors,
+        agent_charts=metric_charts(run, "agent", agent_colors),
+        policy_colors=policy_colors,
+        policy_charts=metric_charts(run, "policy", policy_colors),
         phases=phases(run),
         speed_charts=speed_charts(run),
         health=health_rows(run),
         alarms=alarms[-MOST_ALARMS:],
         alarm_count=len(alarms),
+        glossary=glossary(run),
         trajectories=run.trajectories,
         changes=run.of_kind("change"),
         config=run.config,
@@ -188,7 +153,7 @@ def health_rows(run: Run) -> list[dict[str, Any]]:
     steps = [line for line in run.of_kind("step") if line.get("health")]
     limits = (yaml.safe_load(run.config) or {}).get("health") or {}
     rows = []
-    for kind, what in WHAT.items():
+    for kind, what in HEALTH.items():
         if not any(line["health"][kind]["team"][1] for line in steps):
             continue
         shares = [(share(line["health"][kind]["team"]), line["step"]) for line in steps]
@@ -238,67 +203,72 @@ def _row(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None)
 
 
 def team_charts(run: Run) -> list[dict[str, Any]]:
-    """Reward, success and evaluations: the charts of the whole team."""
+    """Reward and success of the steps and of the evaluations, and what the workflow reports: the charts of the whole team."""
     steps, evaluations = run.of_kind("step"), run.of_kind("evaluation")
     charts = []
-    for figure, bounds, hint in (
-        ("reward", (0.0, 0.0), "mean over trajectories"),
-        ("success", (0.0, 1.0), "share of trajectories"),
-    ):
+    for figure in FIGURES:
+        metric = of_scope("team")[figure]
         if steps:
-            line = Series(figure, 0, [(line["step"], line[figure]) for line in steps])
-            charts.append({"title": figure.capitalize(), "hint": hint, "svg": line_chart([line], bounds=bounds)})
+            charts.append(_chart(metric, [Series(figure, 0, [(line["step"], line[figure]) for line in steps])]))
         found = {
             mode: [(line["step"], line[figure]) for line in evaluations if line["mode"] == mode] for mode in (SAMPLED, GREEDY)
         }
         modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
         if any(len(mode.points) > 1 for mode in modes):
-            legend = [(mode.name, mode.colour) for mode in modes]
-            svg = line_chart(modes, bounds=bounds)
+            legend = [(mode.name, mode.color) for mode in modes]
             on = name_questions(evaluations[-1]["questions"], evaluations[-1].get("trained_on"))
-            charts.append({"title": f"{figure.capitalize()}, evaluated", "hint": f"mean over {on}", "legend": legend, "svg": svg})
+            charts.append(
+                _chart(metric, modes) | {"title": f"{metric.title}, evaluated", "hint": f"mean over {on}", "legend": legend}
+            )
+    for key in dict.fromkeys(key for line in steps for key in line.get("workflow", {})):
+        points = [(line["step"], line["workflow"][key]) for line in steps if key in line.get("workflow", {})]
+        charts.append(_chart(of_scope("workflow")["{key}"], [Series(key, 0, points)]) | {"title": f"Workflow: {key}"})
     return charts
 
 
 def speed_charts(run: Run) -> list[dict[str, Any]]:
     """Seconds per step and tokens per second of generation."""
-    steps = run.of_kind("step")
-    if not steps:
-        return []
-    spent = Series("seconds", 0, [(line["step"], sum(line["seconds"].values())) for line in steps])
-    timed = [line for line in steps if line["seconds"].get(GENERATE)]
-    speed = Series(
-        "tokens per second", 0, [(line["step"], line["tokens_generated"] / line["seconds"][GENERATE]) for line in timed]
-    )
-    return [
-        {"title": "Seconds per step", "hint": "", "svg": line_chart([spent], bounds=(0.0, 0.0))},
-        {"title": "Tokens per second", "hint": "of generation", "svg": line_chart([speed], bounds=(0.0, 0.0))},
-    ]
-
-
-def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str, int]) -> list[dict[str, Any]]:
-    """A chart for each plot, then one (`more`) for every other metric that changes."""
-    steps = run.of_kind("step")
-    logged = dict.fromkeys(key for line in steps for metrics in line[scope].values() for key in metrics)
-    first = {plot.metric for plot in plots}
-    drawn = {plot.metric: plot for plot in (*AGENT_PLOTS, *POLICY_PLOTS)}
+    steps = [(line["step"], scalars(line)) for line in run.of_kind("step")]
     charts = []
-    for plot in [
-        *plots,
-        *(drawn.get(key) or Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in first),
-    ]:
-        lines = [Series(name, colour, _points(steps, scope, name, plot)) for name, colour in colours.items()]
-        changes = any(len({value for _, value in line.points}) > 1 for line in lines)
-        if any(line.points for line in lines) and (plot.metric in first or changes):
-            svg = line_chart(lines, log=plot.log, bounds=plot.bounds, bins=plot.bins)
-            charts.append({"title": plot.title, "hint": plot.hint, "svg": svg, "more": plot.metric not in first})
+    for tag in ("time/step", "throughput/tokens_per_second") if steps else ():
+        metric = metric_of(tag)
+        points = [(step, values[tag]) for step, values in steps if tag in values]
+        charts.append(_chart(metric, [Series(metric.title.lower(), 0, points)]))
     return charts
 
 
-def _points(steps: list[dict[str, Any]], scope: str, name: str, plot: Plot) -> list[tuple[int, float | None]]:
+def metric_charts(run: Run, scope: str, colors: dict[str, int]) -> list[dict[str, Any]]:
+    """A chart for each metric that the table puts in front, then one (`more`) for every other metric that changes."""
+    steps, known = run.of_kind("step"), of_scope(scope)
+    logged = dict.fromkeys(key for line in steps for metrics in line[LINE_KEYS[scope]].values() for key in metrics)
+    front = {key: metric for key, metric in known.items() if metric.chart.front}
+    charts = []
+    for key in [*front, *(key for key in logged if key not in front)]:
+        metric = known.get(key) or Metric(key, key.replace("_", " ").capitalize(), "", "", "", Chart())
+        lines = [Series(name, color, _points(steps, LINE_KEYS[scope], name, metric)) for name, color in colors.items()]
+        changes = any(len({value for _, value in line.points}) > 1 for line in lines)
+        if any(line.points for line in lines) and (key in front or changes):
+            charts.append(_chart(metric, lines) | {"more": key not in front})
+    return charts
+
+
+def _chart(metric: Metric, lines: list[Series]) -> dict[str, Any]:
+    chart = metric.chart
+    svg = line_chart(lines, log=chart.log, bounds=chart.bounds, bins=chart.bins)
+    return {"title": metric.title, "hint": metric.hint, "svg": svg}
+
+
+def _points(steps: list[dict[str, Any]], scope: str, name: str, metric: Metric) -> list[tuple[int, float | None]]:
     found = [(line["step"], line[scope].get(name, {})) for line in steps]
-    values = [(step, metrics[plot.metric]) for step, metrics in found if plot.metric in metrics]
-    return [(step, None if value is None else value - plot.minus) for step, value in values]
+    values = [(step, metrics[metric.key]) for step, metrics in found if metric.key in metrics]
+    return [(step, None if value is None else value - metric.chart.minus) for step, value in values]
+
+
+def glossary(run: Run) -> list[Metric]:
+    """The rows of the table that this run logged."""
+    tags = {tag for line in run.lines if line["kind"] in ("step", "evaluation") for tag in scalars(line)}
+    logged = {metric_of(tag) for tag in tags}
+    return [metric for metric in METRICS if metric in logged]
 
 
 def phases(run: Run) -> list[dict[str, Any]]:
@@ -314,7 +284,7 @@ def phases(run: Run) -> list[dict[str, Any]]:
         rows = [
             {
                 "name": phase,
-                "colour": order.index(phase) % COLOURS if phase in order else None,
+                "color": order.index(phase) % COLORS if phase in order else None,
                 "seconds": seconds,
                 "share": seconds / whole,
             }

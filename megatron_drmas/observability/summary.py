@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_drmas.observability.alarms import Episodes
-from megatron_drmas.observability.health import WHAT, share
+from megatron_drmas.observability.health import share
 from megatron_drmas.observability.history import write_atomically
+from megatron_drmas.observability.metrics import FIGURES, HEALTH, of_scope
 from megatron_drmas.observability.records import CHECKPOINT, GENERATE, GREEDY, SAMPLED, WEIGHT_SYNC
 
 RUNNING, FINISHED = "running", "finished"
+LARGEST = {key: metric.summary for key, metric in of_scope("policy").items() if metric.summary}
 
 
 class Summary:
@@ -51,8 +53,7 @@ class Summary:
             "success": None,
             "agents": {},
             "policies": {},
-            "max_prob_ratio": None,
-            "max_logprob_diff": None,
+            **dict.fromkeys(LARGEST.values()),
             "seconds": {},
             "startup_seconds": None,
             "peak_memory_gib": 0.0,
@@ -96,14 +97,14 @@ class Summary:
         values["step"], values["reward"], values["success"] = line["step"], line["reward"], line["success"]
         values["agents"].update(line["agents"])
         values["policies"].update(line["policies"])
-        for key, metric in (("max_prob_ratio", "prob_ratio"), ("max_logprob_diff", "logprob_diff_max")):
+        for metric, key in LARGEST.items():
             seen = [values[key], *(policy.get(metric) for policy in line["policies"].values())]
             values[key] = max((value for value in seen if value is not None), default=None)
         for key in ("masked", "skipped"):
             _add_counts(values[key], line[key])
         begun, _ = self._episodes.add(line["step"], line["alarms"])
         _add_counts(values["alarms"], Counter(episode.metric for episode in begun))
-        for kind in WHAT if line.get("health") else ():
+        for kind in HEALTH if line.get("health") else ():
             last = share(line["health"][kind]["team"])
             worst = values["health"].get(kind)
             if worst is None or last > worst["worst"]:
@@ -126,8 +127,7 @@ class Summary:
         self._values["evaluation"][line["mode"]] = {
             key: line[key] for key in ("step", "questions", "trained_on", "samples", "pass_questions")
         } | {
-            figure: {"before": before and before[figure], "after": after and after[figure]}
-            for figure in ("reward", "success", "pass_at_k")
+            figure: {"before": before and before[figure], "after": after and after[figure]} for figure in (*FIGURES, "pass_at_k")
         }
         _add_counts(self._values["masked"], line["masked"])
         _add_counts(self._values["alarms"], Counter(alarm["metric"] for alarm in line.get("alarms", ())))

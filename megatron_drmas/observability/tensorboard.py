@@ -1,15 +1,4 @@
-"""TensorBoard scalars of a run, under stable tags.
-
-agent/<agent>/<metric>  policy/<policy>/<metric>   the metrics of a step
-team/reward  team/success  team/trajectories  team/tokens_generated  team/tokens_trained
-time/<phase>  time/step                            seconds
-throughput/tokens_per_second                       generated, over the seconds of generation
-masked/<cause>  skipped/<policy>                   counts
-health/<kind>                                      shares of the step, see `health`
-alarm/<metric>/<agent or policy>                   the value that raised an alarm
-evaluation/<mode>/reward  evaluation/<mode>/success  evaluation/<mode>/pass_at_k
-evaluation/<mode>/by_source/<source>/reward  evaluation/<mode>/by_source/<source>/success
-"""
+"""TensorBoard scalars of a run; docs/metrics.md names every tag."""
 
 import time
 from pathlib import Path
@@ -17,7 +6,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_drmas.observability.health import WHAT, share
+from megatron_drmas.observability.health import share
+from megatron_drmas.observability.metrics import FIGURES, HEALTH, LINE_KEYS, of_scope
 from megatron_drmas.observability.records import GENERATE
 
 
@@ -37,8 +27,7 @@ class TensorBoard:
 
     def add(self, line: dict[str, Any]) -> None:
         """The scalars of a line of kind "step" or "evaluation"; values that are not finite are written as NaN."""
-        scalars = _step_scalars(line) if line["kind"] == "step" else _evaluation_scalars(line)
-        for tag, value in scalars.items():
+        for tag, value in scalars(line).items():
             self._writer.add_scalar(tag, float("nan") if value is None else value, line["step"])
         self._writer.flush()
 
@@ -46,25 +35,29 @@ class TensorBoard:
         self._writer.close()
 
 
-def _step_scalars(line: dict[str, Any]) -> dict[str, Any]:
+def scalars(line: dict[str, Any]) -> dict[str, float | None]:
+    """Tag -> value of a line of kind "step" or "evaluation" of metrics.jsonl; None: not finite."""
+    return _step_scalars(line) if line["kind"] == "step" else _evaluation_scalars(line)
+
+
+def _step_scalars(line: dict[str, Any]) -> dict[str, float | None]:
     seconds = line["seconds"]
-    scalars = {f"team/{key}": line[key] for key in ("reward", "success", "trajectories", "tokens_generated", "tokens_trained")}
-    scalars |= {f"agent/{agent}/{key}": value for agent, metrics in line["agents"].items() for key, value in metrics.items()}
-    scalars |= {f"policy/{name}/{key}": value for name, metrics in line["policies"].items() for key, value in metrics.items()}
-    scalars |= {f"time/{phase}": value for phase, value in seconds.items()} | {"time/step": sum(seconds.values())}
-    scalars |= {f"{key}/{who}": count for key in ("masked", "skipped") for who, count in line[key].items()}
-    scalars |= {f"health/{kind}": share(line["health"][kind]["team"]) for kind in WHAT if line["health"]}
-    scalars |= {f"alarm/{alarm['metric']}/{alarm['who']}": alarm["value"] for alarm in line["alarms"]}
+    found = {f"team/{key}": line[key] for key in of_scope("team")}
+    found |= {f"workflow/{key}": value for key, value in line.get("workflow", {}).items()}
+    for scope, key in LINE_KEYS.items():
+        found |= {f"{scope}/{who}/{name}": value for who, values in line[key].items() for name, value in values.items()}
+    found |= {f"time/{phase}": value for phase, value in seconds.items()} | {"time/step": sum(seconds.values())}
+    found |= {f"{key}/{who}": count for key in ("masked", "skipped") for who, count in line[key].items()}
+    found |= {f"health/{kind}": share(line["health"][kind]["team"]) for kind in HEALTH if line.get("health")}
+    found |= {f"alarm/{alarm['metric']}/{alarm['who']}": alarm["value"] for alarm in line["alarms"]}
     if seconds.get(GENERATE):
-        scalars["throughput/tokens_per_second"] = line["tokens_generated"] / seconds[GENERATE]
-    return scalars
+        found["throughput/tokens_per_second"] = line["tokens_generated"] / seconds[GENERATE]
+    return found
 
 
-def _evaluation_scalars(line: dict[str, Any]) -> dict[str, Any]:
+def _evaluation_scalars(line: dict[str, Any]) -> dict[str, float | None]:
     prefix = f"evaluation/{line['mode']}"
-    by_source = {
-        f"{prefix}/by_source/{source}/{figure}": found[figure]
-        for source, found in line["by_source"].items()
-        for figure in ("reward", "success")
-    }
-    return {f"{prefix}/{figure}": line[figure] for figure in ("reward", "success", "pass_at_k")} | by_source
+    found = {f"{prefix}/{key}": line[key] for key in (*FIGURES, "pass_at_k")}
+    for source, values in line["by_source"].items():
+        found |= {f"{prefix}/by_source/{source}/{key}": values[key] for key in FIGURES}
+    return found

@@ -48,7 +48,7 @@ def test_ppo_by_hand():
     out = policy_loss(inputs, LossConfig(clip_low=0.2, clip_high=0.25))
     expected = torch.tensor([-2.2, -2.5, 0.8, 2.0, 3.0], dtype=torch.float64)
     torch.testing.assert_close(out.loss, expected.mean())
-    assert out.sums["clipped"].item() == 3 and out.sums["tokens"].item() == 5
+    assert out.sums["clip_fraction"].item() == 3 and out.sums["tokens"].item() == 5
     out.loss.backward()
     torch.testing.assert_close(inputs.logprobs.grad, torch.tensor([-2.2, 0, 0, 2.0, 0], dtype=torch.float64) / 5)
     torch.testing.assert_close(out.sums["gradient_mass"], torch.tensor([4.2 / 5]))
@@ -143,7 +143,7 @@ def test_any_ratio_has_a_finite_gradient_of_the_right_sign_or_counts_as_clipped(
     assert (gradient * advantage <= 0).all()
     torch.testing.assert_close(gradient.double(), of_token / n, rtol=1e-2, atol=1e-6)
     limited = removed | ((advantage != 0) & (log_w > MAX_LOG_RATIO))
-    assert out.sums["clipped"].item() == limited.sum()
+    assert out.sums["clip_fraction"].item() == limited.sum()
 
 
 def test_a_message_far_above_its_old_probability_is_pushed_back_and_counted():
@@ -153,7 +153,7 @@ def test_a_message_far_above_its_old_probability_is_pushed_back_and_counted():
         out = policy_loss(inputs, LossConfig(name, aggregation="sequence_mean"))
         out.loss.backward()
         torch.testing.assert_close(inputs.logprobs.grad, torch.full((100,), gradient, dtype=torch.float64))
-        assert out.sums["clipped"].item() == (100 if name == "teamtr" else 0)
+        assert out.sums["clip_fraction"].item() == (100 if name == "teamtr" else 0)
 
 
 @given(logprob=st.floats(-1e4, 0, width=32), reference=st.floats(-1e4, 0, width=32))
@@ -171,7 +171,7 @@ def test_the_kl_penalty_pulls_towards_the_reference_from_anywhere(logprob, refer
 
 def test_the_reported_mismatch_has_no_ceiling():
     out = policy_loss(one_sequence([1.0], [1.0], engine_logprobs=torch.tensor([-25.0])), LossConfig())
-    assert out.maxima["mismatch"].item() == out.sums["mismatch"].item() == 25.0
+    assert out.maxima["logprob_diff_max"].item() == out.sums["logprob_diff_mean"].item() == 25.0
     assert out.sums["prob_ratio"].item() == pytest.approx(math.exp(20)) and out.sums["chi_square"].isfinite()
 
 
@@ -239,8 +239,8 @@ def test_correction_scales_the_policy_gradient_only():
     inputs = one_sequence([1.0], [1.0], engine_logprobs=torch.tensor([-math.log(4)]), entropy=torch.tensor([1.0]))
     out = policy_loss(inputs, LossConfig(entropy_coef=1.0, mismatch=MismatchConfig("truncate", high=2.0)))
     assert out.loss.item() == pytest.approx(-2.0 - 1.0)
-    assert out.sums["corrected"].item() == 1
-    assert out.maxima["mismatch"].item() == pytest.approx(math.log(4))
+    assert out.sums["corrected_fraction"].item() == 1
+    assert out.maxima["logprob_diff_max"].item() == pytest.approx(math.log(4))
 
 
 def batch_inputs(batch, weights, seed=0):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_drmas.algorithm.teamtr import TrustRegion, certificate, measure_update, message_kl, penalty_constant
+from megatron_drmas.algorithm.teamtr import TrustRegion, certificate, certify, measure_update, message_kl, penalty_constant
 from megatron_drmas.config.algorithm import LossConfig
 
 STATES, ACTIONS, AGENTS = 5, 3, 2
@@ -149,3 +149,31 @@ def test_a_large_update_is_not_measured_as_a_small_one(shift, make_batch):
     assert measured["message_kl"] == -2 * shift
     assert measured["message_kl_bound"] == pytest.approx(math.exp(min(2 * shift, 300)) - 1 - 2 * shift)
     assert math.isfinite(measured["surrogate"]) and math.copysign(1, measured["surrogate"]) == (1 if shift < 0 else -1)
+
+
+def test_the_certificate_counts_the_trajectories_without_the_agent(make_batch):
+    """Agent 1 speaks in one of eight trajectories."""
+    batch = make_batch([0] * 8 + [1], [0] * 9, [*range(8), 7], [1.0] * 9)
+    batch.advantages = torch.linspace(-2, 1, int(batch.response_lengths.sum()))
+    region = {"message_kl": 0.01, "message_kl_bound": 0.02, "beta": 0.5, "surrogate": 0.8}
+    reported = {"grad_norm": 3.0, "grad_norm_max": 3.0, "agents": {1: {"entropy": 0.1}}, "trust_region": region}
+    values = certify({"writer": reported}, batch)["writer"]
+    expected = certificate([0.1], [0.02], 2.0, 2)
+    assert values["agents"] == {
+        1: {
+            "entropy": 0.1,
+            "grad_norm": 3.0,
+            "grad_norm_max": 3.0,
+            "message_kl": 0.01,
+            "message_kl_bound": 0.02,
+            "beta": 0.5,
+            "surrogate_gain": pytest.approx(0.1),
+            "certificate": pytest.approx(expected),
+        }
+    }
+    assert values["certificate"] == pytest.approx(expected) and set(values) == {
+        "grad_norm",
+        "grad_norm_max",
+        "agents",
+        "certificate",
+    }, "what is one agent's is not its policy's"

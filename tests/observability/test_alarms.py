@@ -177,6 +177,6 @@ def test_a_probability_ratio_names_what_may_explain_it(config, named):
         "agents": {},
         "policies": {"writer": {"prob_ratio": 2.0, "grad_norm_max": None}},
     }
-    norm, ratio = Watch(AGENTS_OF, likely_causes(config)).check(line)
+    ratio, norm = Watch(AGENTS_OF, likely_causes(config)).check(line)
     assert f"; likely: {named}" in ratio["message"] and "likely" not in norm["message"]
     assert not likely_causes({"rollout": {"top_p": 1.0}, "precision": {"mode": "bf16", "rollout": "bfloat16"}})

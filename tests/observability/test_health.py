@@ -6,15 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import HealthConfig, ShareConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.observability.health import (
-    NOTHING_LEARNABLE,
-    WHAT,
-    HealthRule,
-    count_step,
-    evaluation_alarms,
-    in_short,
-    refusal,
-)
+from megatron_drmas.observability.health import NOTHING_LEARNABLE, HealthRule, count_step, evaluation_alarms, in_short, refusal
+from megatron_drmas.observability.metrics import HEALTH
 from megatron_drmas.team.trajectory import NO_SIGNAL, Trajectory, Turn
 
 QUESTION = Question("q", "what?", ("x",))
@@ -32,7 +25,7 @@ def trajectory(agents=("search",), failure=None, reward=0.0, **use_turn_rewards)
 def line(
     step=1, masked=(0, 10), truncated=(0, 10), invalid=(0, 10), zero=(0, 10), found_nothing=(0, 10), rewarded=(5, 10), agents=None
 ):
-    given = zip((*WHAT, "rewarded"), (masked, truncated, invalid, zero, found_nothing, rewarded))
+    given = zip((*HEALTH, "rewarded"), (masked, truncated, invalid, zero, found_nothing, rewarded))
     counts = {kind: {"team": list(count), "agents": {}} for kind, count in given}
     for kind, found in (agents or {}).items():
         counts[kind]["agents"] = found
@@ -94,11 +87,11 @@ def test_what_dynamic_sampling_replaces_is_not_lost():
     assert refusal([trajectory(failure=NO_SIGNAL)] * 9 + [trajectory()], HealthConfig(), "step 1") is None
 
 
-@pytest.mark.parametrize("kind", WHAT)
+@pytest.mark.parametrize("kind", HEALTH)
 @given(n=st.integers(0, 20), of=st.integers(1, 20), warn=st.floats(0.01, 1.0))
 def test_a_share_warns_at_its_limit_and_above(kind, n, of, warn):
     n = min(n, of)
-    config = HealthConfig(**{other: ShareConfig(warn if other == kind else None) for other in WHAT})
+    config = HealthConfig(**{other: ShareConfig(warn if other == kind else None) for other in HEALTH})
     key = "zero" if kind == "zero_advantage" else kind
     alarms = HealthRule(config).check(line(**{key: (n, of)}))
     if kind == "zero_advantage" and n == of:
