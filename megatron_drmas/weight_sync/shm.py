@@ -1,4 +1,4 @@
-"""Engine's side of the `shm` back end of vLLM's weight-transfer API.  Importing this module registers it."""
+"""Engine's side of the `shm` back end of vLLM's weight-transfer API."""
 
 import mmap
 import os
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
 from megatron_drmas.weight_sync.shm_sender import FOLDER
@@ -75,6 +74,3 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             finally:
                 os.close(descriptor)
         return self._mapped[segment]
-
-
-WeightTransferEngineFactory.register_engine("shm", ShmWeightTransferEngine)
