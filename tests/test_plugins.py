@@ -24,7 +24,6 @@ from megatron_drmas.validate import validate
 from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
 from megatron_drmas.weight_sync.transport import TRANSPORTS, Route, choose_transport
 from megatron_drmas.weight_sync.verify import digest
-from tests.algorithm.conftest import rows_of
 
 PLUGIN = '''
 from dataclasses import dataclass
