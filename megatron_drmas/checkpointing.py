@@ -95,7 +95,7 @@ class Checkpoints:
         return found
 
     def clear(self, after: int) -> None:
-        """The run begins after so many steps: checkpoints of more are put aside as passed_over_*; with 0 everything is removed."""
+        """The run begins after so many steps: later checkpoints are renamed to passed_over_*; with 0 everything is removed."""
         if after == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         for folder in self.complete():

@@ -27,7 +27,7 @@ HOPPER = (9, 0)
 OPTIONAL = {
     "apex": "Megatron takes Transformer Engine's or torch's optimizer and norms instead",
     "flash-attn": "Megatron's attention comes from Transformer Engine or torch instead; vLLM brings its own",
-    "triton": "no fused advantage kernel for columns that lie on a GPU; a run computes its advantages on the driver's CPU either way",
+    "triton": "no fused advantage kernel for columns on a GPU; a run computes its advantages on the driver's CPU either way",
 }
 EFFECTS = {
     "torch": "nothing runs",

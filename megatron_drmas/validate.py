@@ -346,7 +346,7 @@ def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunC
         raise ConfigError(
             "rollout.max_prompt_tokens",
             config.rollout.max_prompt_tokens,
-            f"with its response a prompt may take {longest} tokens (policies.{name}.engine.max_model_len), but {policy.model} has "
-            f"{spec.max_position} positions",
+            f"with its response a prompt may take {longest} tokens (policies.{name}.engine.max_model_len), but {policy.model} "
+            f"has {spec.max_position} positions",
             "lower both",
         )

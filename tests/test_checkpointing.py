@@ -120,7 +120,7 @@ def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, 
     save(checkpoints, 1, configured())
     with pytest.raises(ConfigError) as caught:
         checkpoints.latest(configured(override))
-    key, new = override.lstrip("+").split("=")
+    key, _ = override.lstrip("+").split("=")
     assert (
         key in str(caught.value)
         and "was made with" in str(caught.value)
@@ -147,7 +147,7 @@ def test_a_policy_named_like_a_section_is_still_a_policy(checkpoints):
     assert checkpoints.latest({"policies": {"steps": {"model": "a", "optimizer": {"lr": 2.0}}}})[2] == {
         "policies.steps.optimizer.lr": (1.0, 2.0)
     }
-    with pytest.raises(ConfigError, match="policies.steps.model"):
+    with pytest.raises(ConfigError, match=r"policies.steps.model"):
         checkpoints.latest({"policies": {"steps": {"model": "b", "optimizer": {"lr": 1.0}}}})
 
 
@@ -164,7 +164,7 @@ def test_values_that_a_recipe_interpolates_are_no_settings_of_their_own(checkpoi
 
 def test_fewer_steps_than_were_done_are_refused(checkpoints):
     save(checkpoints, 10, {"steps": 32})
-    with pytest.raises(ConfigError, match="steps = 8: .* has 10 already"):
+    with pytest.raises(ConfigError, match=r"steps = 8: .* has 10 already"):
         checkpoints.latest({"steps": 8})
     assert checkpoints.latest({"steps": 10})[2] == {"steps": (32, 10)}
 

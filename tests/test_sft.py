@@ -99,7 +99,7 @@ def test_prompts_take_the_policy_s_options_and_stay_text(tmp_path, options, text
 def test_an_example_longer_than_the_model_is_named(model, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"prompt": "x" * 16384, "response": "y"}) + "\n")
-    with pytest.raises(ConfigError, match="line 2 has 1638[0-9] tokens, the model takes 16384"):
+    with pytest.raises(ConfigError, match=r"line 2 has 1638[0-9] tokens, the model takes 16384"):
         tokenise(load_dialogues(str(path), "data"), config(model, str(path)))
 
 

@@ -85,7 +85,7 @@ def kill_server(process):
 
 @contextlib.contextmanager
 def remote_server(tiny_team, repository):
-    """A server on the other side of a proxy; yields its address, and a function that makes every n-th answer, from then on, HTML."""
+    """A server behind a proxy; yields its address, and a function that makes every n-th answer, from then on, HTML."""
     command = [sys.executable, "-m", SERVER, "--corpus", str(tiny_team / "corpus.jsonl")]
     behind = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True)
     address, lies, asked = behind.stdout.readline().strip(), [], []
@@ -130,7 +130,8 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
                 Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)
             ]
 
-        tokenizers = {}
+        def __init__(self):
+            self.tokenizers = {}
 
     log = SimpleNamespace(
         evaluated=lambda *_: False,

@@ -28,7 +28,7 @@ MOST_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
 
 
 def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tuple[int, ...]) -> Block:
-    """The tensor in bytes [offset, offset + length) of a file; a block of that file if its elements lie there one after the other.
+    """The tensor in bytes [offset, offset + length) of a file; a block of that file if its elements are contiguous.
 
     Raises:
         any of DAMAGE: damaged, or another tensor.

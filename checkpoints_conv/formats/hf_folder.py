@@ -145,7 +145,7 @@ class HfFolder:
             handle = safe_open(path, "np")  # only its header is read
         except SafetensorError as error:
             raise ConversionError(f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}") from error
-        for name in handle.keys():
+        for name in list(handle.keys()):
             info = handle.get_slice(name)
             self._add(shard, name, info.get_shape(), info.get_dtype())
         self._block[shard] = read_blocks(path, self.shapes, self.dtypes).__getitem__

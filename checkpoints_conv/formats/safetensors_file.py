@@ -40,7 +40,7 @@ class SafetensorsWriter:
     operating system when the bytes reach the disk; a reader notices a truncated file.
 
     Raises:
-        ConversionError: a tensor that is not of `entries`, or of another shape or dtype; one that was never written; `Block.read`.
+        ConversionError: a tensor not in `entries`, or of another shape or dtype; one that was never written; `Block.read`.
         OSError: as the file system says it.
     """
 

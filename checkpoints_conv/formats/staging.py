@@ -83,7 +83,7 @@ class Staging:
 
     def _take_lock(self) -> IO:
         """Held until `writing` ends, so that two conversions never write to one folder."""
-        lock = open(self.folder / LOCK, "wb")
+        lock = (self.folder / LOCK).open("wb")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

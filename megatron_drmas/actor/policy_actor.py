@@ -81,9 +81,10 @@ class PolicyActor:
         Returns:
             The same on every rank: loss, grad_norm (before clipping, mean over the steps; NaN if no step was made),
             grad_norm_max (the largest of them), clip_fraction, entropy, lr (of the last step), prob_ratio (mean
-            exp |log-prob difference to the engine|), logprob_diff_max, logprob_diff_mean, ratio, kl_old, chi_square, corrected_fraction, gradient_mass, tokens, optimizer_steps,
-            skipped (steps whose gradient was not finite: weights, optimizer and schedule untouched), nonfinite_agents
-            (agents whose loss or whose loss's gradient was not finite), and agents: {agent id: the means of its tokens}.
+            exp |log-prob difference to the engine|), logprob_diff_max, logprob_diff_mean, ratio, kl_old, chi_square,
+            corrected_fraction, gradient_mass, tokens, optimizer_steps, skipped (steps whose gradient was not finite:
+            weights, optimizer and schedule untouched), nonfinite_agents (agents whose loss or whose loss's gradient was not
+            finite), and agents: {agent id: the means of its tokens}.
             With a KL to the reference, the policy that the run began with: kl_reference.
             With the loss teamtr, whose update ends early at `trust_region.delta`: message_kl (its estimate at the end),
             beta, message_kl_bound and surrogate (see `teamtr.measure_update`).

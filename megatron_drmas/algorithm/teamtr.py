@@ -1,8 +1,9 @@
 """TeamTR: one agent at a time inside a trust region, on fresh trajectories of the team as already updated.
 
-A stage visits the agents in any order.  For each: fresh full-team rollouts, advantages normalised over the question's
-trajectories (by std + epsilon as everywhere here, where the paper has sqrt(var + epsilon)) and clipped to A_max, then optimizer steps of the loss `teamtr` until the estimated KL to the policy that
-sampled reaches delta.  The loss's beta follows the estimate.
+A stage visits the agents in any order.  For each: fresh full-team rollouts, advantages normalized over the question's
+trajectories (by std + epsilon as everywhere here, where the paper has sqrt(var + epsilon)) and clipped to A_max, then
+optimizer steps of the loss `teamtr` until the estimated KL to the policy that sampled reaches delta.  The
+loss's beta follows the estimate.
 """
 
 from dataclasses import dataclass

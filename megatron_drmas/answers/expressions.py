@@ -297,7 +297,10 @@ class _Parser:
         if name == "log" and self.peek() == "_":
             self.take()
             base = self.argument()
-            apply = lambda x: sympy.log(x) / sympy.log(base)
+
+            def apply(x: Expression) -> Expression:
+                return sympy.log(x) / sympy.log(base)
+
         if self.peek() == "^":
             self.take()
             exponent = self.script()

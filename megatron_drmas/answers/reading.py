@@ -152,9 +152,8 @@ def _element(text: str) -> Answer:
     text = _LETTERED.sub(r"\1", text)
     if (match := _CHOICE.fullmatch(text)) and _trimmed(match.group(2)):
         return Several("choice", "", (Quantity(sympy.Symbol(match.group(1), real=True)), _element(match.group(2))))
-    if match := _NUMERAL.fullmatch(text):
-        if (numeral := _numeral(match)) is not None:
-            return numeral
+    if (match := _NUMERAL.fullmatch(text)) and (numeral := _numeral(match)) is not None:
+        return numeral
     if (named := _NAMED.get(text.replace(" ", ""))) is not None:
         return RealSet(named)
     for reader in (_relation, _set_operation, _brackets, _plus_minus):
@@ -265,7 +264,9 @@ def as_set(answer: Answer) -> sympy.Set | None:
         return None
     if answer.left == "\\{":
         return sympy.FiniteSet(*values)
-    if len(values) != 2 or answer.left not in ("(", "[") or answer.right not in (")", "]") or not (values[0] < values[1]) == True:
+    if len(values) != 2 or answer.left not in ("(", "[") or answer.right not in (")", "]"):
+        return None
+    if (values[0] < values[1]) != sympy.true:
         return None
     return sympy.Interval(*values, left_open=answer.left == "(", right_open=answer.right == ")")
 

@@ -5,7 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ContextManager
+from typing import Any
 
 import ray
 
@@ -29,7 +29,7 @@ from megatron_drmas.weight_sync.errors import WeightSyncError
 
 FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
 
-Phase = Callable[[str], ContextManager[Any]]
+Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 def _say(text: str) -> None:
@@ -185,7 +185,7 @@ async def _reserve(config: RunConfig, device: str) -> Any | None:
         await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
     except TimeoutError as error:
         raise ProcessFailure(
-            f"Ray has not found {config.cluster.nodes} nodes with cluster.gpus_per_node={config.cluster.gpus_per_node} free GPUs each "
-            f"in {config.cluster.start_timeout_s:g} s; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see"
+            f"Ray has not found {config.cluster.nodes} nodes with cluster.gpus_per_node={config.cluster.gpus_per_node} free GPUs "
+            f"each in {config.cluster.start_timeout_s:g} s; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see"
         ) from error
     return group

@@ -86,7 +86,8 @@ def visible_devices(positions: str, allowed: str | None) -> str:
     wanted = [int(position) for position in positions.split(",")]
     if max(wanted) >= len(devices):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={allowed!r} allows {len(devices)} GPUs on {socket.gethostname()}, cluster.gpus_per_node counts on {max(wanted) + 1} or more"
+            f"CUDA_VISIBLE_DEVICES={allowed!r} allows {len(devices)} GPUs on {socket.gethostname()}, "
+            f"cluster.gpus_per_node counts on {max(wanted) + 1} or more"
         )
     return ",".join(devices[position] for position in wanted)
 

@@ -77,8 +77,9 @@ def overlap_warning(config: DataConfig, sets: QuestionSets) -> str | None:
         return None
     part = "all" if sets.shared == len(sets.evaluation) else f"{sets.shared} of"
     return (
-        f"data.eval = {config.eval!r}: {part} {len(sets.evaluation)} questions are training questions too, so a gain on them may be memory; "
-        f"give other questions, or data.eval=null data.eval_holdout=N to keep N of data.train out of training"
+        f"data.eval = {config.eval!r}: {part} {len(sets.evaluation)} questions are training questions too, "
+        f"so a gain on them may be memory; give other questions, or "
+        f"data.eval=null data.eval_holdout=N to keep N of data.train out of training"
     )
 
 

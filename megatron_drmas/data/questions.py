@@ -182,7 +182,8 @@ def _answers(given: Any) -> tuple[str, ...]:
             raise _Flaw(f"has the answer {answer!r}, a list that was written as Python text; write it as a list")
         if isinstance(answer, str) and WORKED.search(answer):
             raise _Flaw(
-                "has an answer that is a worked solution with its result after '####' (GSM8K's form), which no answer equals; keep the result alone"
+                "has an answer that is a worked solution with its result after '####' (GSM8K's form), "
+                "which no answer equals; keep the result alone"
             )
         if isinstance(answer, str):
             _check_text("answer", answer)

@@ -106,7 +106,8 @@ class RetrievalService:
             while True:
                 if self._restarts == self._most:
                     raise ServiceFailure(
-                        f"{NAME}: {problem}, and it was started again {self._restarts} times (environment.retrieval.restarts); log: {self._log}"
+                        f"{NAME}: {problem}, and it was started again {self._restarts} times "
+                        f"(environment.retrieval.restarts); log: {self._log}"
                     )
                 self._restarted(NAME, problem)
                 self._kill()

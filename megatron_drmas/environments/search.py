@@ -224,7 +224,7 @@ class SearchEnvironment(Environment):
         return self.supports(question, passages)
 
     def supports(self, question: Question, passages: list[str]) -> bool:
-        """Whether an accepted answer stands in any passage as whole words; "yes", "no" and articles stand in too many to count."""
+        """Whether an accepted answer is in any passage as whole words; "yes", "no" and articles are in too many to count."""
         rule = self.config.normalization
         words = [f" {normalise_answer(passage, rule)} " for passage in passages]
         answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}

@@ -8,8 +8,8 @@ Defined behaviour where the formula has none:
 - A cell of one sample has no contrast: its own score is its mean, so the advantage is 0.  (Falling back to
   mean 0 and std 1 would make the advantage the raw score, a gradient with no baseline that always reinforces an
   agent which happened to be called in a single successful trajectory.)
-- A std that is zero (up to rounding, `ROUNDING`) or undefined (one sample) gives advantage 0, also where the mean comes from another cell and
-  is apart from the score.  Dividing by epsilon there would yield advantages of order 1 / epsilon.
+- A std that is zero (up to rounding, `ROUNDING`) or undefined (one sample) gives advantage 0, also where the mean comes from
+  another cell and differs from the score.  Dividing by epsilon there would yield advantages of order 1 / epsilon.
 - A mean over samples that are equal up to rounding leaves nothing but rounding: the advantage is 0, with and without a std.
 
 A call is a sample here.  Under trajectory weighting the samples are trajectories, and every call gets its trajectory's

@@ -107,10 +107,9 @@ def _forward(
     """Log-probs, entropies and log Z, [n] each.  `logits` is left as it is."""
     first, real = columns
     n, dtype = len(targets), _statistics_dtype(logits.dtype)
+    largest = logits.new_full((n,), float("-inf"), dtype=dtype)
     if real:
         largest = logits[:, :real].amax(1).to(dtype) / temperature
-    else:
-        largest = logits.new_full((n,), float("-inf"), dtype=dtype)
     _reduce(largest, group, dist.ReduceOp.MAX)
     sums = logits.new_zeros(4, n, dtype=dtype)  # exp(x - max), exp(x - max) (x - max), x_target - max, 1 on the target's rank
     for rows in _blocks(n):

@@ -142,7 +142,7 @@ class HealthRule:
 
     Attributes:
         stop: why the run must stop after the last step that was judged; None if it may go on.
-        healthy: whether that step's policies are to be relied on: few trajectories were masked, something could be learned, and no
+        healthy: whether that step's policies can be trusted: few trajectories were masked, something could be learned, and no
             share was one that stops.
     """
 

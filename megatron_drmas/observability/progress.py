@@ -22,7 +22,7 @@ STEPS_FOR_ETA = 10
 class Progress:
     """The progress of one run.
 
-    On a terminal: one live line (what is going on; steps done, reward, success, what is unhealthy, time left) and a printed line for
+    On a terminal: one live line (current activity; steps done, reward, success, open alarms, time left) and a printed line for
     what stays of interest: start-up phases, evaluations, alarms.  Elsewhere (a Slurm log): the same printed lines, and
     one about steps or the current phase every `PLAIN_EVERY_S` seconds.
     """
@@ -86,7 +86,8 @@ class Progress:
     def evaluation(self, line: dict[str, Any]) -> None:
         """An evaluation is done: `line` as in metrics.jsonl."""
         self._news["evaluation"] = f"evaluated after {line['step']}: {figures(line)} {line['mode']}"
-        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on {name_questions(line['questions'], line.get('trained_on'))}"
+        text = f"after {line['step']} steps: {figures(line)} {line['mode']} on "
+        text += name_questions(line["questions"], line.get("trained_on"))
         if line["masked"]:
             lost = ", ".join(f"{count} {cause}" for cause, count in line["masked"].items())
             text += f"; trajectories that could not be run to their end: {sum(line['masked'].values())} ({lost})"

@@ -69,13 +69,13 @@ class RunLog:
         steps: int,
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        health: HealthConfig = HealthConfig(),
+        health: HealthConfig | None = None,
     ):
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._about = (name, seed, steps)
         self._agents_of, self._causes = agents_by_policy(config), likely_causes(config)
-        self._health_config = health
+        self._health_config = health or HealthConfig()
         self._clock = clock
         self._finished = False
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))

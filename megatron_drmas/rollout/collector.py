@@ -279,7 +279,8 @@ class _TrajectoryContext:
     async def reward(self, outcome: Outcome) -> float:
         """The return of an outcome: its own, or the environment's, who grades an answer once."""
         if outcome.reward is not None:
-            of_what = f"the outcome of workflow {self._collector.team.workflow.config.name!r} has for question {self._trajectory.question.id!r}"
+            workflow = self._collector.team.workflow.config.name
+            of_what = f"the outcome of workflow {workflow!r} has for question {self._trajectory.question.id!r}"
             return finite_reward(outcome.reward, of_what)
         if outcome.answer not in self._grades:
             environment, question = self._collector.environment, self._trajectory.question

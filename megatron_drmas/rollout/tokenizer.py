@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class ChatTokenizer:
         sources = {file: _eos_ids(model, file) for file in EOS_FILES}
         if self._tokenizer.eos_token_id is not None:
             sources["the tokenizer"] = [self._tokenizer.eos_token_id]
-        self._control = ControlTokens(self._tokenizer, sum(sources.values(), []))
+        self._control = ControlTokens(self._tokenizer, list(chain.from_iterable(sources.values())))
         self._look_closer()
         template_end = self._template_end()
         if template_end is not None:
@@ -227,7 +228,7 @@ class ChatTokenizer:
         return next((id for id, (_, end) in zip(encoding.ids, encoding.offsets) if end > said and id in names), None)
 
     def _stop_ids(self, sources: dict[str, list[int]]) -> list[int]:
-        stop_ids = sorted(set(sum(sources.values(), [])))
+        stop_ids = sorted(set(chain.from_iterable(sources.values())))
         remedy = f"correct eos_token_id in {' and '.join(EOS_FILES)}"
         if not stop_ids:
             raise ChatError("nothing says which token ends a response", f"set eos_token_id in {EOS_FILES[0]}")

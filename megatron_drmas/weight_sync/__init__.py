@@ -1,4 +1,4 @@
-"""An actor's weights to its engines.  Importing this package registers the transports, in the order in which `auto` tries them."""
+"""An actor's weights to its engines; importing this package registers the transports, in the order in which `auto` tries them."""
 
 import megatron_drmas.weight_sync.ipc_sender
 import megatron_drmas.weight_sync.nccl_sender

@@ -64,6 +64,7 @@ class Transport(ABC):
 
     def join(self, info: dict) -> None:
         """Join the transfer group, on the actor's first rank, while the engines initialize theirs; only where `joins`."""
+        raise NotImplementedError
 
     @abstractmethod
     def sender(

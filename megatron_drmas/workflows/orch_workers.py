@@ -11,8 +11,8 @@ from megatron_drmas.team.workflow import Context, Workflow, register_workflow
 class OrchWorkersWorkflow(Workflow):
     """The Orchestrator proposes strategies, a Worker solves by each of the first `width`, the Synthesiser answers.
 
-    Template variables of all: `question` (str); the Orchestrator's `width` (int), a Worker's `strategy` (str), the Synthesiser's `solutions` (list of str, the
-    Workers' outputs in the strategies' order).
+    Template variables of all: `question` (str); the Orchestrator's `width` (int), a Worker's `strategy` (str), the
+    Synthesiser's `solutions` (list of str, the Workers' outputs in the strategies' order).
 
     A plan without a well-formed strategy gives no answer.  By itself a Worker's solution earns its grade, as does the
     Synthesiser's, and a plan the mean of its Workers' grades.

@@ -115,12 +115,14 @@ WIDE_LAYOUTS = {
 }
 
 
-def make_settings(model: str, layout: str = "tp1", precision: str = "fp32", optimizer: dict = {}, **overrides) -> ActorSettings:
+def make_settings(
+    model: str, layout: str = "tp1", precision: str = "fp32", optimizer: dict | None = None, **overrides
+) -> ActorSettings:
     """Settings with a learning rate at which weights move; `optimizer` and `overrides` are fields of their classes."""
     policy = PolicyConfig(
         model=model,
         parallel=LAYOUTS[layout],
-        optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 1e-5, **optimizer}),
+        optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 1e-5, **(optimizer or {})}),
         micro_batch_tokens=overrides.pop("micro_batch_tokens", 4096),
         recompute=overrides.pop("recompute", False),
     )

@@ -26,9 +26,11 @@ from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.config.schema import Fp8Config, PolicyConfig, PrecisionConfig
 from checkpoints_conv.families import family_of
 
-spec_of = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4,
-    tie_word_embeddings=True, hidden_act="silu", torch_dtype="bfloat16")
+spec_of = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, intermediate_size=128,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+    rope_theta=1e4, tie_word_embeddings=True, hidden_act="silu", torch_dtype="bfloat16",
+)
 spec = family_of(spec_of).model_spec(spec_of)
 for fp8 in json.loads(sys.argv[1]):
     settings = ActorSettings("policy", PolicyConfig(model=""), PrecisionConfig("fp8", fp8=Fp8Config(**fp8)), device="cuda")

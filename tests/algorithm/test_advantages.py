@@ -183,7 +183,7 @@ def test_any_structure_equals_the_oracle(make_batch, rows, config, penalty, unit
 
 @pytest.mark.parametrize("penalty", [0.001, 0.01, 0.1, 1.0])
 def test_an_invalid_call_counts_for_its_whole_trajectory(penalty, make_batch):
-    """5 trajectories of 8 calls, all returns 0, one call invalid: its trajectory is one sample among five, whatever the penalty."""
+    """5 trajectories of 8 turns, all returns 0, one turn invalid: its trajectory is one sample in five, whatever the penalty."""
     valid = [row != 19 for row in range(40)]
     batch = make_batch([row % 2 for row in range(40)], [0] * 40, [row // 8 for row in range(40)], [0.0] * 40, valid=valid)
     config = AdvantageConfig(mean="group", std="group", weighting="trajectory", epsilon=1e-12)
@@ -394,7 +394,7 @@ def test_errors_name_the_key(random_batch):
             compute_advantages(batch, AlgorithmConfig(advantage=config))
     with pytest.raises(ValueError, match="state"):
         compute_advantages(replace(batch, state=None), AlgorithmConfig(advantage=AdvantageConfig("gigpo")))
-    with pytest.raises(ValueError, match="row 2 .agent"):
+    with pytest.raises(ValueError, match=r"row 2 .agent"):
         compute_advantages(replace(batch, reward=batch.reward.index_fill(0, torch.tensor(2), float("nan"))), AlgorithmConfig())
     with pytest.raises(ValueError, match="twice"):
         register_estimator("rloo")(lambda *_: None)

@@ -75,7 +75,7 @@ def test_teamtr_by_hand():
 
 
 def test_what_holds_the_policy_back_holds_for_masked_tokens_too():
-    """TeamTR's KL, the KL to a reference and the entropy keep their gradient where the mismatch correction masks the surrogate."""
+    """TeamTR's KL, the KL to a reference and the entropy keep their gradient where the mismatch correction masks the loss."""
     terms = {
         "beta": 0.5,
         "reference_logprobs": torch.zeros(2, dtype=torch.float64),

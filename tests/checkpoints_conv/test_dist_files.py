@@ -115,7 +115,7 @@ def test_a_damaged_chunk_is_damage_or_lies_in_its_window(tmp_path, at, value, cu
     except DAMAGE:
         return
     if isinstance(block, FileBlock):
-        assert 0 <= block.offset and block.offset + block.bytes <= len(archive) - cut
+        assert block.offset >= 0 and block.offset + block.bytes <= len(archive) - cut
 
 
 def test_an_entry_that_lies_before_its_archive_is_damage(tmp_path):

@@ -99,7 +99,7 @@ def test_an_absent_window_is_the_window_that_transformers_takes():
     """Mistral's default is 4096, whatever max_position_embeddings says; a window that covers all positions is none."""
     long, short = config_json("mistral"), config_json("mistral", max_position_embeddings=4096)
     with pytest.raises(
-        ConversionError, match="no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"
+        ConversionError, match=r"no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"
     ):
         spec_of(without(long, "sliding_window"))
     assert spec_of(without(short, "sliding_window")) == spec_of(short)

@@ -113,7 +113,8 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
     source = models("llama", True)
     arguments = ["to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]
     script = (
-        "import os, signal, sys\nfrom checkpoints_conv.formats import dist_plan, row_blocks\nfrom checkpoints_conv.__main__ import main\n"
+        "import os, signal, sys\nfrom checkpoints_conv.formats import dist_plan, row_blocks\n"
+        "from checkpoints_conv.__main__ import main\n"
         "dist_plan.UNIT_BYTES, copy, seen = 50_000, row_blocks.BlockFile.copy, []\n"
         "def killed(*arguments):\n"
         "    seen.append(arguments)\n"
@@ -133,5 +134,5 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
 
 def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
     interrupted(lambda: to_megatron(folder, tmp_path / "megatron"), monkeypatch, 10)
-    with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
+    with pytest.raises(ConversionError, match=r"megatron.incomplete holds an interrupted conversion of another source"):
         to_megatron(models("llama"), tmp_path / "megatron")

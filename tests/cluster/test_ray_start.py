@@ -200,7 +200,7 @@ asyncio.run(main())
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_runs_have_a_cluster_each_and_leave_nothing(tmp_path):
-    """The second neither joins the first nor an address file that names it, with a home that cannot be written and a long TMPDIR."""
+    """The second joins neither the first nor an address file that names it, with a read-only home and a long TMPDIR."""
     environment = {**os.environ, "HOME": "/dev/null", "TMPDIR": "/tmp/" + "x" * 90}
     runs = [
         subprocess.Popen(

@@ -60,12 +60,12 @@ def test_what_a_run_checks_first_is_checked(run):
 
 
 def test_a_machine_without_the_gpus_is_a_warning(run):
-    code, out, err = run(train, "--check", "cluster.gpus_per_node=64")
+    code, _, err = run(train, "--check", "cluster.gpus_per_node=64")
     assert code == 0 and "warning: cluster.gpus_per_node = 64: torch sees" in err
 
 
 def test_evaluation_on_training_questions_is_a_warning(run, team):
-    code, out, err = run(train, "--check", f"data.eval={team}/train.jsonl")
+    code, _, err = run(train, "--check", f"data.eval={team}/train.jsonl")
     assert code == 0 and "train: warning: data.eval" in err and "all 1 questions are training questions" in err
 
 

@@ -1,4 +1,4 @@
-"""A server that is away for a while costs nothing; one that stays away, or lies, is the trajectories' failure, in time and by name."""
+"""An outage of the server costs nothing; a lasting one, or wrong answers, fail the trajectories, in time and with a name."""
 
 import asyncio
 import contextlib

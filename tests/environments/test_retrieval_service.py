@@ -1,4 +1,4 @@
-"""The run's own retrieval server may die or hang: it is started again and no query knows; what cannot be fixed ends by its name."""
+"""The run's own retrieval server may die or hang: it is restarted and no query notices; what cannot be fixed is named."""
 
 import asyncio
 import json

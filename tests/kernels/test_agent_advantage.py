@@ -171,7 +171,7 @@ def test_an_index_is_of_int64_columns_of_one_length(columns):
 def test_dense_index_separates_exactly_the_different_rows(rows):
     columns = [torch.tensor(column) for column in zip(*rows)]
     index, slots = dense_index(*columns)
-    assert 0 <= index.min() and index.max() < slots <= 4 * len(rows) + 1024
+    assert index.min() >= 0 and index.max() < slots <= 4 * len(rows) + 1024
     numbers = {}
     for row, number in zip(rows, index.tolist()):
         assert numbers.setdefault(row, number) == number

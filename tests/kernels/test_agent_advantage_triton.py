@@ -73,7 +73,7 @@ def assert_matches_reference(scores, group, agent, lengths, tolerance=1e-5, magn
         expected = agent_advantages(scores, group, agent, offsets, mean, std, magnitude=magnitude)
         got = agent_advantages_triton(scores, group, agent, offsets, mean, std, magnitude=magnitude)
         scale = max(1.0, float(expected.abs().max())) if len(expected) else 1.0
-        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{mean} {std}: {m}")
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale, msg=f"{mean} {std}: {{}}".format)
 
 
 @inside

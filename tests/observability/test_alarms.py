@@ -1,5 +1,7 @@
 """Early warning: what runs away is named; what only varies, or comes in another unit, is not."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,14 +134,14 @@ def test_episodes_hold_every_alarm_once_and_lie_apart(steps):
         own = [episode for episode in episodes.all if episode.who == who]
         raised = {step: of_step[who] for step, of_step in enumerate(steps, 1) if who in of_step}
         assert sorted(raised) == sorted(step for episode in own for step in raised if episode.began <= step <= episode.last)
-        for earlier, later in zip(own, own[1:]):
+        for earlier, later in itertools.pairwise(own):
             assert later.began - earlier.last > QUIET and not earlier.open
         for episode in own:
             inside = {step: beyond for step, beyond in raised.items() if episode.began <= step <= episode.last}
             assert episode.began in inside and episode.last in inside and episode.worst in inside
             worst = float("inf") if None in inside.values() else max(inside.values())
             assert (float("inf") if episode.beyond is None else episode.beyond) == worst
-            assert max(b - a for a, b in zip(sorted(inside), sorted(inside)[1:] + [episode.last + 1])) <= QUIET
+            assert max(b - a for a, b in zip(sorted(inside), [*sorted(inside)[1:], episode.last + 1])) <= QUIET
 
 
 def test_a_long_alarm_is_one_line():

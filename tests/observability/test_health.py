@@ -122,8 +122,8 @@ def test_nothing_learnable_is_said_at_once_with_what_explains_it():
     alarms = HealthRule(HealthConfig()).check(found)
     assert [alarm["metric"] for alarm in alarms] == [NOTHING_LEARNABLE, "truncated", "invalid"]
     assert alarms[0]["message"] == (
-        "step 1: nothing can be learned: all 10 advantages are 0 (no trajectory earned a reward, 10 of 10 outputs could not be parsed, "
-        "10 of 10 responses reached their limit); raise rollout.max_response_tokens or the agent's max_response_tokens"
+        "step 1: nothing can be learned: all 10 advantages are 0 (no trajectory earned a reward, 10 of 10 outputs could not be "
+        "parsed, 10 of 10 responses reached their limit); raise rollout.max_response_tokens or the agent's max_response_tokens"
     )
     assert in_short(alarms) == "nothing learnable, truncated 1.00, invalid 1.00"
 

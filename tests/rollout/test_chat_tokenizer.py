@@ -131,7 +131,8 @@ def test_no_end_at_all_is_refused(tmp_path):
 def test_a_template_without_an_end_leaves_it_to_the_tokenizer(tmp_path):
     chat = chatml(
         tmp_path,
-        template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
     )
     _, response = chat.dialogue_ids([*QUESTION, {"role": "assistant", "content": "42"}])
     assert chat.text(response) == " 42\n" and [response[-1]] == ids(chat, "<|im_end|>")
@@ -198,7 +199,7 @@ def test_a_template_that_says_less_is_refused(tmp_path, template, roles, problem
 
 
 def test_a_template_without_a_system_role_is_refused(tmp_path):
-    with pytest.raises(ChatError, match="cannot render system . user messages.*Only user and assistant"):
+    with pytest.raises(ChatError, match=r"cannot render system . user messages.*Only user and assistant"):
         ChatTokenizer(make_family("mistral", tmp_path), {}).check_prompt([{"role": "system", "content": "Be brief."}, *QUESTION])
 
 

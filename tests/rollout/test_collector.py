@@ -300,7 +300,7 @@ def test_replicas_share_the_load():
 
 
 def test_a_retrieval_failure_costs_its_trajectory_only():
-    verifier, rest = script(query="fail")
+    _, rest = script(query="fail")
     trajectories, _ = collect({"v": [lambda r: reply("<verify>no</verify>")(r)], "s": [rest]})
     assert {t.failure for t in trajectories} == {"retrieval"}
     assert len(collate(trajectories, ("verifier", "search", "answer"), ("v", "s"), {"verifier"})) == 0

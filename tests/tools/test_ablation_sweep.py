@@ -72,7 +72,7 @@ def test_a_rollout_has_every_trajectory_s_rows(replica, model):
     assert all(
         reward == 0 for trajectory, reward in zip(batch.trajectory.tolist(), batch.reward.tolist()) if trajectory not in answered
     )
-    last = {trajectory: turn for trajectory, turn in zip(batch.trajectory.tolist(), batch.turn.tolist())}
+    last = dict(zip(batch.trajectory.tolist(), batch.turn.tolist()))
     assert all(batch.turn[answers] == torch.tensor([last[trajectory] for trajectory in batch.trajectory[answers].tolist()]))
 
 

@@ -142,7 +142,10 @@ def test_a_missing_cpu_build_of_torch_says_what_to_set(checkout):
     ],
 )
 def test_without_a_network_one_line_says_where_to_run_it(checkout, cause):
-    says = f"WARNING: Retrying (Retry(total=0)) after connection broken by '{cause}': /simple/torch/\nERROR: No matching distribution found for torch==2.13.0+cpu"
+    says = (
+        f"WARNING: Retrying (Retry(total=0)) after connection broken by '{cause}': /simple/torch/\n"
+        "ERROR: No matching distribution found for torch==2.13.0+cpu"
+    )
     code, output = checkout.run(PIP_FAILS_ON="packages.txt", PIP_SAYS=says)
     assert code != 0 and "no package index answers" in output.splitlines()[-1] and "PIP_FIND_LINKS" in output.splitlines()[-1]
     assert "ERROR" not in output and len(output.splitlines()) == 2
@@ -165,7 +168,7 @@ def test_a_gpu_gets_its_lock_file_and_transformer_engine_last(checkout):
     checkout.calls()
     checkout.add_program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: something'\n")
     assert checkout.run()[0] == 0
-    packages, engine, package = checkout.calls()
+    _, engine, _ = checkout.calls()
     assert (checkout.root / ".venv/packages.txt").read_text() == "torch==2.13.0\n"
     assert "--no-build-isolation" in engine and engine.endswith("transformer-engine==2.11.0 transformer-engine-torch==2.11.0")
     assert (checkout.root / ".venv/.platform").read_text() == "gpu\n"

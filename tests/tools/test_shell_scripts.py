@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-    path.relative_to(ROOT) for folder in ("tools", "slurm", "tests/slurm_lab") for path in (ROOT / folder).glob("**/*.sh")
-) + [Path(".ci/run")]
+SCRIPTS = [
+    Path(".ci/run"),
+    *sorted(path.relative_to(ROOT) for top in ("tools", "slurm", "tests/slurm_lab") for path in (ROOT / top).glob("**/*.sh")),
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)

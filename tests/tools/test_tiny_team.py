@@ -131,7 +131,7 @@ def losses(folder, policy, noise, count=200):
 
 
 def test_shipped_policies_copy_but_judge_badly():
-    """What reinforcement learning begins with: names are found and copied; a one-hop question's fact ends the search too often."""
+    """Where reinforcement learning begins: names are found and copied; a one-hop question's fact ends the search too often."""
     _, copies = losses(WEIGHTS, "llama", WITHOUT_NOISE)
     assert copies["answer"] > 0.85 and copies["search"] > 0.7
     _, judges = losses(WEIGHTS, "qwen2", WITHOUT_NOISE)

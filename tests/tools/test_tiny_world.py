@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,8 @@ def test_every_name_belongs_to_one_split():
 
 
 def test_no_evaluated_name_occurs_elsewhere(data):
-    used = {split: names_in((data / f"{split}.jsonl").read_text()) & set(sum(split_names().values(), [])) for split in SPLITS}
+    names = set(chain.from_iterable(split_names().values()))
+    used = {split: names_in((data / f"{split}.jsonl").read_text()) & names for split in SPLITS}
     for split, names in used.items():
         assert names and names <= set(split_names()[split])
 
@@ -161,5 +163,7 @@ def test_searching_for_the_question_is_not_enough(index, questions):
 
 
 def test_an_answer_agent_that_copies_the_wrong_name_loses(index, questions):
-    subject = lambda question, history: history[-1].passages[-1].split(" of ")[1].split(" is ")[0]
+    def subject(question, history):
+        return history[-1].passages[-1].split(" of ")[1].split(" is ")[0]
+
     assert exact_matches(index, questions, answer=subject) == 0.0

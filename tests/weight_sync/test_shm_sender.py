@@ -1,5 +1,6 @@
 """Buckets through shared memory, read by another mapping of the same segments."""
 
+import itertools
 import os
 
 import pytest
@@ -55,13 +56,13 @@ def test_buckets_are_full_but_not_too_full(shapes, bucket_bytes):
     assert [item[0] for bucket in cut for item in bucket] == [name for name, _ in tensors]
     sizes = [[padded_bytes(tensor, None) for _, tensor in bucket] for bucket in cut]
     assert all(sum(size) <= bucket_bytes or len(size) == 1 for size in sizes)
-    assert all(sum(size) + after[0] > bucket_bytes for size, after in zip(sizes, sizes[1:]))
+    assert all(sum(size) + after[0] > bucket_bytes for size, after in itertools.pairwise(sizes))
 
 
 @given(shapes, st.integers(1, 2000))
 def test_ranks_that_do_not_publish_stay_in_step(shapes, bucket_bytes):
     sender = ShmSender(iter(named(shapes)), bucket_bytes, publish=False)
-    rounds = [info for info in iter(sender.next_bucket, None)]
+    rounds = list(iter(sender.next_bucket, None))
     assert rounds == [{}] * len(list(buckets(named(shapes), bucket_bytes, None)))
 
 
@@ -86,7 +87,7 @@ def test_close_leaves_nothing_in_shared_memory():
 
 def test_a_full_shared_memory_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100}))
-    with pytest.raises(WeightSyncError, match="100 bytes free and a bucket takes 448: .*--shm-size"):
+    with pytest.raises(WeightSyncError, match=r"100 bytes free and a bucket takes 448: .*--shm-size"):
         ShmSender(named([[100]]), 10**6).next_bucket()
 
 

@@ -169,7 +169,7 @@ def test_a_failure_to_load_names_the_tensors(senders, engines):
 
 def test_an_engine_that_computes_with_other_weights_is_named_with_the_tensor(senders, log):
     wrong = PretendEngine("engine 1", log, {"a": "1", "b": "stale", "c": "3"})
-    with pytest.raises(WeightSyncError, match="the weights of engine 1 .* 1 of 3 tensors differ: b"):
+    with pytest.raises(WeightSyncError, match=r"the weights of engine 1 .* 1 of 3 tensors differ: b"):
         run([s.calls() for s in senders], [wrong.calls()], verify=True)
 
 

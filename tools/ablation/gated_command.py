@@ -229,7 +229,8 @@ def _run_all(args: argparse.Namespace, examiner: Examiner, bars: Progress) -> No
             continue
         bars.update(task, description=name)
         arguments = settings(args, answer, precision, variant, rate, seed)
-        train_run(args.out / "gated", name, arguments, lambda steps: bars.update(task, completed=place * args.steps + steps))
+        before = place * args.steps
+        train_run(args.out / "gated", name, arguments, lambda steps, before=before: bars.update(task, completed=before + steps))
         write_report(args, examiner)
 
 

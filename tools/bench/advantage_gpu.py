@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -58,10 +59,10 @@ def main() -> None:
                 expected = agent_advantages(*(tensor.cpu() for tensor in inputs), mean, std)
                 torch.testing.assert_close(agent_advantages(*inputs, mean, std).cpu(), expected, rtol=1e-4, atol=1e-4)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in inputs) + int(inputs[3][-1]) * 4
-        ours = moved / median_seconds(lambda: agent_advantages(*inputs))
+        ours = moved / median_seconds(partial(agent_advantages, *inputs))
         source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
-        copy = moved / median_seconds(lambda: target.copy_(source))
+        copy = moved / median_seconds(partial(target.copy_, source))
         print(f"{name}: {ours / 1e9:.0f} GB/s; device copy {copy / 1e9:.0f} GB/s")
         print(
             json.dumps(

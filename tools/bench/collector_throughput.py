@@ -92,7 +92,8 @@ async def measure(config: RunConfig, rounds: int) -> bool:
             pipe.send(None)
     for name, result in best.items():
         print(
-            f"{name}: {result['requests']} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, {result['rate']:.0f} tokens/s"
+            f"{name}: {result['requests']} requests, {result['tokens']} tokens in {result['seconds']:.2f} s, "
+            f"{result['rate']:.0f} tokens/s"
         )
     ratio, at_once = (best["team"]["rate"] / best[name]["rate"] for name in (ALONE, AT_ONCE))
     figures = {"ratio": round(ratio, 3), "target": TARGET, "ok": ratio >= TARGET, "ratio_at_once": round(at_once, 3)}

@@ -71,7 +71,7 @@ def play(agents: dict[str, Agent], world: World, question: WorldQuestion, noise:
         prompt = agents[agent].messages(question=question.text, history=history, turn=len(history) + 1, max_turns=MAX_TURNS)
         return Example(agent, (*prompt, {"role": "assistant", "content": text}))
 
-    for turn in range(1, MAX_TURNS + 1):
+    for _ in range(MAX_TURNS):
         found = {passage for step in history for passage in step.passages}
         missing = [fact for fact in question.chain if fact.passage not in found]
         yes = 1 - noise.late_no if not missing else noise.early_yes if history else noise.blind_yes
