@@ -109,7 +109,8 @@ class Checkpoints:
         """Remember that the run stopped itself for its health; the checkpoint that it will go on from, if any."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stopped.touch()
-        return (self.resumable() or [None])[-1]
+        resumable = self.resumable()
+        return resumable[-1] if resumable else None
 
     @property
     def _stopped(self) -> Path:
@@ -233,6 +234,7 @@ class Saver:
         if self._done == self._saved:
             return
         state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._saved), "config": self._config}
+        assert self._done is not None, "the actors are in the middle of an update"
         with self._log.phase(CHECKPOINT):
             await self._checkpoints.save(self._done, state, self._write)
         self._saved = self._done

@@ -96,7 +96,7 @@ def registries() -> dict[str, list[str]]:
     from megatron_drmas.team.workflow import WORKFLOWS
     from megatron_drmas.weight_sync.transport import TRANSPORTS
 
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "estimator": ESTIMATORS,
         "loss": LOSSES,
         "environment": ENVIRONMENTS,

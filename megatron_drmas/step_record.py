@@ -73,7 +73,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
     """Of every agent, its rows without an advantage and all of those that learn."""
-    zero = batch.advantages[batch.response_offsets[:-1]].abs() <= ZERO
+    zero = batch.filled("advantages")[batch.response_offsets[:-1]].abs() <= ZERO
     counts = {}
     for index, name in enumerate(batch.agents):
         rows = (batch.agent == index) & batch.trainable
@@ -85,10 +85,10 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
     rows = batch.select(batch.agent == agent)
     if not len(rows):
         return {"calls_per_trajectory": 0.0}
-    advantages = rows.advantages[rows.response_offsets[:-1]]
+    advantages = rows.filled("advantages")[rows.response_offsets[:-1]]
     return {
         "reward": rows.reward.double().mean().item(),
-        "own_reward": rows.turn_reward.double().mean().item(),
+        "own_reward": rows.filled("turn_reward").double().mean().item(),
         "advantage_mean": advantages.mean().item(),
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
@@ -113,7 +113,7 @@ def merge_stages(stages: list[tuple[list[Trajectory], TurnBatch]]) -> tuple[list
     batches = [batch for _, batch in stages]
     rows = collate(merged, batches[0].agents, batches[0].policies, set())
     rows.trainable = torch.cat([batch.trainable for batch in batches])
-    rows.advantages = torch.cat([batch.advantages for batch in batches])
+    rows.advantages = torch.cat([batch.filled("advantages") for batch in batches])
     return merged, rows
 
 
@@ -158,9 +158,9 @@ def trajectory_records(
             logprob_min=min(turn.logprobs),
         )
         row = row_of.get((number, turn.index))
-        if row is not None:
+        if batch is not None and scores is not None and row is not None:
             record.trained, record.score = bool(batch.trainable[row]), scores[row]
-            record.advantage = batch.advantages[batch.response_offsets[row]].item()
+            record.advantage = batch.filled("advantages")[batch.response_offsets[row]].item()
         if settings.token_ids:
             record.prompt_ids, record.response_ids, record.logprobs = turn.prompt_ids, turn.token_ids, turn.logprobs
         return record

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RunConfig
@@ -91,7 +91,7 @@ async def train(
 
     run_dir = Path(config.output_dir) / config.name
     resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
-    folder, state, changes = resumed if resumed else (None, {"step": 0}, {})
+    folder, state, changes = resumed or (None, {"step": 0}, {})
     done = state["step"]
 
     finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
@@ -101,13 +101,13 @@ async def train(
 
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
-        if resumed and folder != checkpoints.complete()[-1]:
+        if folder and folder != checkpoints.complete()[-1]:
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
             Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
         ):
-            if resumed:
+            if folder:
                 with log.phase("load checkpoint"):
                     sampler.load_state_dict(state["sampler"])
                     await cluster.load(folder)
@@ -122,7 +122,8 @@ async def train(
             stop.polite(log.note)
 
             for step in range(done + 1, config.steps + 1):
-                metrics, tokens_before, sampled = {}, cluster.generated_tokens, []
+                metrics: dict[str, Any] = {}
+                tokens_before, sampled = cluster.generated_tokens, []
                 for number, (learners, stream) in enumerate(stages, 1):
                     with log.phase("generate"):
                         trajectories = await collect_with_signal(

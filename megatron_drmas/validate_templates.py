@@ -155,7 +155,7 @@ class _Rehearsal:
     async def tool(self, name: str, **arguments: Any) -> Any:
         """Something of the type that the tool says it returns."""
         kind = self._tools[name].hints.get("return")
-        return MADE_UP.get(get_origin(kind) or kind, "1")
+        return MADE_UP.get(get_origin(kind) or kind or str, "1")
 
     async def grade(self, answer: str | None) -> float:
         return 0.0

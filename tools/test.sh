@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Set up what the tests need, then run them.
+# Set up what the checks and tests need, then run them: format, lint rules, types, shell scripts, pytest.
 #
 #   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
+#   bash tools/test.sh --lint                          everything before pytest, alone; nothing is installed but .venv
 #
-# As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
+# As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere what needs them is skipped,
 # with the reason.
 set -euo pipefail
 if [ "${1:-}" = --help ]; then
@@ -17,7 +18,26 @@ cd "$ROOT"
 
 bash tools/setup.sh
 
-# Transformer Engine's Python half, for the tests of what it is told (see tests/te_stub); it must not be importable elsewhere.
+lint() {
+  local scripts
+  .venv/bin/ruff format --check --quiet --diff .
+  .venv/bin/ruff check --quiet .
+  .venv/bin/mypy
+  mapfile -t scripts < <(find .ci/run tools slurm tests/slurm_lab -name '*.sh' -o -path .ci/run)
+  if command -v shellcheck >/dev/null; then
+    shellcheck --external-sources "${scripts[@]}"
+  else
+    say "shellcheck is not installed: shell scripts are not checked"
+  fi
+}
+
+if [ "${1:-}" = --lint ]; then
+  [ $# = 1 ] || die "--lint takes no other arguments; got: $*"
+  lint
+  exit
+fi
+
+# Transformer Engine's Python half, for the tests of the recipes that it gets (see tests/te_stub); it must not be importable elsewhere.
 ENGINE=transformer_engine==2.11.0
 if [ "$(cat .venv/.platform)" = cpu ] && [ ! -e .venv/te/transformer_engine ]; then
   say "fetching $ENGINE (pure Python) for the tests"
@@ -35,17 +55,19 @@ if ((${#missing[@]})); then
     say "installing Debian's ${missing[*]}"
     if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
       >.venv/apt.log 2>&1; then
-      say "apt-get failed (see .venv/apt.log); the tests that need ${missing[*]} will be skipped"
+      say "apt-get failed (see .venv/apt.log); what needs ${missing[*]} will be skipped"
     fi
   else
-    say "not root on Debian: the tests that need ${missing[*]} will be skipped"
+    say "not root on Debian: what needs ${missing[*]} will be skipped"
   fi
 fi
+
+lint
 
 arguments=()
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
 done
-# One thread a process: the tests start many, and two cores is the least machine they are meant for.
+# One thread a process: the tests start many, and two cores is the smallest machine they are meant for.
 export OMP_NUM_THREADS=1
 run_group .venv/bin/python -m pytest "${arguments[@]}"

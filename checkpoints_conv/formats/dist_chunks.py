@@ -53,10 +53,10 @@ def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tupl
             return FileBlock(shape, dtype, path, offset + start + told.first * dtype.bytes)
         count = told.last + 1 - told.first
         storage = window.content(start + told.first * dtype.bytes, count * dtype.bytes)
-    elements = numpy.frombuffer(storage, f"V{dtype.bytes}")
+    flat = numpy.frombuffer(storage, f"V{dtype.bytes}")
     strides = [stride * dtype.bytes for stride in told.strides]
-    tensor = numpy.ascontiguousarray(numpy.lib.stride_tricks.as_strided(elements, shape, strides, writeable=False))
-    return MemoryBlock(shape, dtype, memoryview(tensor.reshape(-1).view(numpy.uint8)))
+    tensor = numpy.ascontiguousarray(numpy.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False))
+    return MemoryBlock(shape, dtype, tensor.reshape(-1).view(numpy.uint8).data)
 
 
 class _Window(io.RawIOBase):
@@ -82,7 +82,7 @@ class _Window(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
         data = os.pread(self._descriptor, count, self._offset + self._at)
         buffer[: len(data)] = data

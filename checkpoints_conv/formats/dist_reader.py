@@ -88,7 +88,7 @@ class DistReader:
         for chunk, box in parts:
             data = self._block(place.key, chunk).read()
             target[box.within(wanted)] = numpy.frombuffer(data, target.dtype).reshape(chunk.sizes)[box.within(chunk)]
-        return [MemoryBlock(shape, dtype, memoryview(target.reshape(-1).view(numpy.uint8)))]
+        return [MemoryBlock(shape, dtype, target.reshape(-1).view(numpy.uint8).data)]
 
     def _whole_rows(self, key: str, chunk: StoredChunk, box: "_Box", rows: int) -> Block:
         """The rows of a box that lie one after the other in its chunk."""

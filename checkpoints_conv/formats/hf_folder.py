@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,7 +159,7 @@ class HfFolder:
             self._add(shard, name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
         self._block[shard] = lambda name: block_of(tensors[name])
 
-    def _add(self, shard: str, name: str, shape, dtype: str) -> None:
+    def _add(self, shard: str, name: str, shape: Sequence[int], dtype: str) -> None:
         if name in self.file_of:
             raise ConversionError(f"{self.folder}: tensor {name!r} is in both {self.file_of[name]!r} and {shard!r}")
         known = [each for each in Dtype if dtype in (each.name, each.value)]

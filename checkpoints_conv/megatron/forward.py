@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overrides) -> list:
+def build_model(spec: ModelSpec, layers: Any = None, initialise: bool = False, **overrides: Any) -> list:
     """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
 
     Without CUDA, `checkpoints_conv.megatron.cpu.install()` must have been called.
@@ -120,7 +121,7 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
     ]
 
 
-def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
+def model_logprobs(model: Any, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
     """Log-probs of a GPTModel that is whole on this pipeline stage, after the tokens at `positions`, float32 [n, vocab]."""
     count = len(tokens)
     mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]  # True: hidden
@@ -142,7 +143,7 @@ def load_dist_checkpoint(chunks: list, folder: Path) -> None:
         chunk.load_state_dict(state[f"model{number}"])
 
 
-def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
+def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -156,7 +157,7 @@ def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions
     return torch.stack(ways).numpy()
 
 
-def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
+def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]) -> Any:
     warnings.simplefilter("ignore")  # of what Megatron falls back to without a GPU
     from megatron.core import parallel_state, tensor_parallel
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -90,7 +91,7 @@ def _set(live: LiveParameter, folder: HfFolder, mapping: ModelMapping) -> None:
         live.parameter.copy_(shard)
 
 
-def _gather(value, group) -> list:
-    values = [None] * torch.distributed.get_world_size(group)
+def _gather(value: object, group: Any) -> list:
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values

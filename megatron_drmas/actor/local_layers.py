@@ -71,6 +71,7 @@ class PackedAttention(MegatronModule):
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        assert packed_seq_params is not None and packed_seq_params.groups is not None, "sequences are packed"
         slots = packed_seq_params.slots
         if slots is not None:
             size = packed_seq_params.padded_tokens

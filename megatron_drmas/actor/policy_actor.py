@@ -96,7 +96,7 @@ class PolicyActor:
         minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator)
         bounded = self.settings.loss.name == "teamtr"
         old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or bounded else None
-        region = self.trust_regions.update(batch, old_logprobs) if bounded else None
+        region = self.trust_regions.update(batch, old_logprobs) if bounded and old_logprobs is not None else None
 
         metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
         lr = self._lr()

@@ -7,6 +7,7 @@ its parts, however it is cut into micro-batches and data-parallel shares; a sequ
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +107,13 @@ def teamtr(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[T
 
 class _HeldExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exponent):
+    def forward(ctx: Any, exponent: Tensor) -> Tensor:
         value = exponent.clamp(max=MAX_LOG_RATIO).exp()
         ctx.save_for_backward(value)
         return value
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * ctx.saved_tensors[0]
 
 
@@ -181,10 +182,12 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if inputs.beta:
         token_loss = token_loss - inputs.beta * segment_sum(log_ratio, inputs.sequence, inputs.sequences)[inputs.sequence]
     if config.kl_coef:
+        assert inputs.reference_logprobs is not None, "kl_coef needs the reference's log-probs"
         kl = kl_penalty(logprobs, inputs.reference_logprobs, config.kl_estimator)
         token_loss = token_loss + config.kl_coef * kl
         reported["kl_reference"] = kl
     if config.entropy_coef:
+        assert inputs.entropy is not None, "entropy_coef needs the entropy"
         token_loss = token_loss - config.entropy_coef * inputs.entropy
     weighted = inputs.token_weights * token_loss
     loss = weighted.sum()

@@ -51,7 +51,7 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
     log_ratio = segment_sum((current - sampled).double(), sequence, rows)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     spoke = batch.response_lengths > 0
-    advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
+    advantage = batch.filled("advantages")[batch.response_offsets[:-1][spoke]].double()
     bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio[spoke] * advantage, bounded * advantage) - advantage
     return {

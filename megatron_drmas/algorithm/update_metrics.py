@@ -27,7 +27,7 @@ def stage_metrics(metrics: dict[str, dict], batch: TurnBatch) -> dict[str, dict]
     for values in metrics.values():
         if "message_kl" in values:
             trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
-            largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
+            largest, calls = float(batch.filled("advantages").abs().max()), int(batch.turn.max()) + 1
             values["surrogate_gain"] = values.pop("surrogate") / trajectories
             values["certificate"] = certificate([values["surrogate_gain"]], [values["message_kl_bound"]], largest, calls)
             (agent,) = values["agents"]

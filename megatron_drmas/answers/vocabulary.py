@@ -66,6 +66,6 @@ def tokens(text: str) -> list[Token]:
         if match.lastgroup == "space":
             spaced = True
         else:
-            found.append(Token(match.lastgroup, match.group(), spaced))
+            found.append(Token(match.lastgroup or "", match.group(), spaced))
             spaced = False
     return found

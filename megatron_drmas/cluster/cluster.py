@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -79,7 +80,7 @@ class Cluster:
             raise
         return self
 
-    async def __aexit__(self, kind, error, trace) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._stack.aclose()
 
     async def _start(self) -> None:

@@ -42,7 +42,8 @@ class StopRequest:
             self._say(f"{self.requested}: the step in progress will be finished and saved; a second signal stops at once")
             return
         self.aborted = True
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         self.close()
 
     def polite(self, say: Callable[[str], None] | None) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -85,7 +85,7 @@ def compose_config(
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
         if schema is RunConfig:
             config.plugins = import_plugins(config.plugins, folders[0])
     except (HydraException, OmegaConfBaseException) as error:
@@ -142,4 +142,4 @@ def to_yaml(config: Any) -> str:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain dictionaries, lists and scalars."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))

@@ -110,7 +110,7 @@ def composed_keys(node: DictConfig, prefix: str = "") -> list[str]:
     """Every key of a configuration, sections included, dotted."""
     found = []
     for key in node:
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key!s}"
         found.append(name)
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

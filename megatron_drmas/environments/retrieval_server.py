@@ -68,7 +68,7 @@ def build_app(index: Index) -> FastAPI:
     # A plain function: FastAPI runs it in a thread, so that /health answers during a long batch.
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> JSONResponse:  # plain values already: FastAPI would go through each of them
-        queries = [request.query] if request.queries is None else request.queries
+        queries = [request.query or ""] if request.queries is None else request.queries
         found = index.search_all(queries, request.topk)
         return JSONResponse({"result": [[shown(passage, request.return_scores) for passage in of] for of in found]})
 

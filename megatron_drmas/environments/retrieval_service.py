@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 from urllib.parse import urlsplit
 
 from megatron_drmas.config.errors import ConfigError
@@ -41,7 +42,7 @@ class RetrievalService:
         host: str = "127.0.0.1",
     ):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.url: str | None = None
+        self.url = ""
         self._log = log
         self._start_timeout_s = start_timeout_s
         self._restarted = restarted
@@ -74,7 +75,9 @@ class RetrievalService:
             ServiceFailure: it ended or said nothing in time.
         """
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), self._start_timeout_s)
+            line = await asyncio.wait_for(
+                asyncio.to_thread(cast(IO[bytes], self._process.stdout).readline), self._start_timeout_s
+            )
         except TimeoutError as error:
             self._kill()
             raise ServiceFailure(
@@ -170,14 +173,14 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
         raise ConfigError(
             "environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder"
         )
-    if files and not retrieval.url:
+    if files and not retrieval.url and retrieval.corpus:
         try:
             check_corpus(retrieval.corpus)
         except CorpusError as error:
             raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
         except OSError as error:
             raise ConfigError(
-                "environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}'
+                "environment.retrieval.corpus", retrieval.corpus, str(error.strerror), 'give JSON lines {"id", "contents"}'
             ) from error
 
 

@@ -53,7 +53,7 @@ class SearchEnvironment(Environment):
         super().__init__(config, place)
         self._service: RetrievalService | None = None
         self.recover: Callable[[str, str, bool], Awaitable[str]] | None = None  # brings back a server of the run's own
-        self._url = config.retrieval.url
+        self._url = config.retrieval.url or ""
         self._dialect = DIALECTS[0]
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Semaphore(config.retrieval.concurrency)
@@ -103,7 +103,7 @@ class SearchEnvironment(Environment):
         settings = self.config.retrieval
         if self._session is None:
             return None
-        problems = []
+        problems: list[Exception] = []
         for self._dialect in DIALECTS:
             try:
                 await self._ask(["check", "who"] if self._dialect.many else ["check"], settings.timeout_s)
@@ -191,6 +191,7 @@ class SearchEnvironment(Environment):
             pause = min(2 * pause, PAUSES_S[1])
 
     async def _ask(self, queries: list[str], timeout_s: float) -> list[list[str]]:
+        assert self._session is not None, "the environment is entered"
         settings, url = self.config.retrieval, endpoint(self._url)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 1e-3))
         try:

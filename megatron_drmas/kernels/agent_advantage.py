@@ -126,7 +126,7 @@ def normalise(
     """
     advantages = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
     factors = [(mean_cell, mean.spread.double())]
-    if std is not None:
+    if std is not None and std_cell is not None:
         scale = (std.std + epsilon).reciprocal_().mul_(std.spread)
         factors = [(std_cell, scale)] if std is mean else [*factors, (std_cell, scale)]
     for rows in row_blocks(scores):

@@ -12,6 +12,7 @@ A logit of -inf has probability 0: it adds nothing to H (p log p -> 0), has no g
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ def _real_columns(columns: int, group: dist.ProcessGroup | None, vocab_size: int
     return first, real
 
 
-def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None:
         dist.all_reduce(values, op, group=group)
     return values

@@ -93,8 +93,8 @@ class Episodes:
                 self._open[key] = episode
                 self.all.append(episode)
                 begun.append(episode)
-            elif episode.beyond is not None and (alarm.get("beyond") is None or alarm.get("beyond") > episode.beyond):
-                episode.worst, episode.beyond, episode.problem = step, alarm.get("beyond"), problem
+            elif episode.beyond is not None and ((beyond := alarm.get("beyond")) is None or beyond > episode.beyond):
+                episode.worst, episode.beyond, episode.problem = step, beyond, problem
             episode.last = step
         ended = [episode for episode in self._open.values() if step - episode.last >= QUIET]
         for episode in ended:

@@ -39,7 +39,7 @@ class StepRecord:
     nonfinite: dict[str, list[str]] = field(default_factory=dict)  # policy -> agents whose own loss was not finite
     health: dict[str, dict[str, Any]] = field(default_factory=dict)  # counts, see `health.count_step`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for scope in ("agents", "policies"):
             for name, metrics in getattr(self, scope).items():
                 for key, value in metrics.items():

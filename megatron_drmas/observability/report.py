@@ -130,7 +130,7 @@ def write_report(folder: Path | str) -> Path:
 
 
 @cache
-def _template():
+def _template() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -223,15 +223,15 @@ def results(run: Run) -> list[dict[str, Any]]:
 
 
 def _row(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "questions": (after or before)["questions"]}
+    row: dict[str, Any] = {"name": name, "questions": (after or before or {})["questions"]}
     for figure in ("success", "reward"):
-        values = [part and part[figure] for part in (before, after)]
-        errors = [part and part[f"{figure}_stderr"] for part in (before, after)]
+        first, last = (part[figure] if part else None for part in (before, after))
+        errors = [part[f"{figure}_stderr"] for part in (before, after) if part]
         row[figure] = {
-            "before": values[0],
-            "after": values[1],
-            "change": None if None in values else values[1] - values[0],
-            "error": None if None in errors else math.hypot(*errors),
+            "before": first,
+            "after": last,
+            "change": None if first is None or last is None else last - first,
+            "error": None if len(errors) < 2 or None in errors else math.hypot(*errors),
         }
     return row
 
@@ -239,7 +239,7 @@ def _row(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None)
 def team_charts(run: Run) -> list[dict[str, Any]]:
     """Reward, success and evaluations: the charts of the whole team."""
     steps, evaluations = run.of_kind("step"), run.of_kind("evaluation")
-    charts = []
+    charts: list[dict[str, Any]] = []
     for figure, bounds, hint in (
         ("reward", (0.0, 0.0), "mean over trajectories"),
         ("success", (0.0, 1.0), "share of trajectories"),
@@ -338,9 +338,9 @@ def choose(trajectories: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if longest is None or len(found["turns"]) > len(longest["turns"]):
             longest = found
     chosen: list[dict[str, Any]] = []
-    for found in (best, worst, invalid, longest):
-        if found is not None and not any(found is other for other in chosen):
-            chosen.append(found)
+    for each in (best, worst, invalid, longest):
+        if each is not None and not any(each is other for other in chosen):
+            chosen.append(each)
     return chosen
 
 

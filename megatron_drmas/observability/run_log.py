@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -99,7 +100,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Finish: "finished", "interrupted" or "failed: <error>"."""
         if error is None:
             self.finish(FINISHED)

@@ -127,7 +127,7 @@ class ControlTokens:
         """Id in the copy → id, where they differ."""
         tokens = self._backend.get_added_tokens_decoder()
         ids = {self._plain.token_to_id(self._rename(token.content)): id for id, token in tokens.items()}
-        return {copied: id for copied, id in ids.items() if copied != id}
+        return {copied: id for copied, id in ids.items() if copied is not None and copied != id}
 
     def _rename(self, token: str) -> str:
         return self._aliases.get(token, token)

@@ -48,9 +48,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
         ChatError: transformers cannot load it, or has no `tokenizers` version of it.
     """
     if (Path(model) / "tokenizer.json").is_file():
-        loader = PreTrainedTokenizerFast
+        loader: Any = PreTrainedTokenizerFast
     else:
-        from transformers import AutoTokenizer as loader  # imports every model's configuration
+        from transformers import AutoTokenizer  # imports every model's configuration
+
+        loader = AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(model, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing more exact

@@ -84,7 +84,8 @@ def last_boxed(text: str) -> str | None:
         return None
     start = boxes[-1].end()
     if text[start : start + 1] != "{":
-        return _UNBRACED.match(text, start).group() or None
+        unbraced = _UNBRACED.match(text, start)
+        return unbraced.group() or None if unbraced else None
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

@@ -1,6 +1,7 @@
 """The tensors a vLLM model computes with, back under their HF names."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def iter_loaded_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         WeightSyncError: experts in a kernel's own layout, or spread over workers.
     """
-    packed = model.packed_modules_mapping
+    packed: Any = model.packed_modules_mapping
     seen: set[int] = set()
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):

@@ -229,8 +229,11 @@ def _run_all(args: argparse.Namespace, examiner: Examiner, bars: Progress) -> No
             continue
         bars.update(task, description=name)
         arguments = settings(args, answer, precision, variant, rate, seed)
-        before = place * args.steps
-        train_run(args.out / "gated", name, arguments, lambda steps, before=before: bars.update(task, completed=before + steps))
+
+        def advance(steps: int, before: int = place * args.steps) -> None:
+            bars.update(task, completed=before + steps)
+
+        train_run(args.out / "gated", name, arguments, advance)
         write_report(args, examiner)
 
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -123,7 +124,7 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
     temp_path.replace(path)
 
 
-def _spike_bars(axis, variants: dict[str, list[Run]], policies: list[str]) -> None:
+def _spike_bars(axis: Axes, variants: dict[str, list[Run]], policies: list[str]) -> None:
     """Mean over seeds with its standard error; one group of bars per variant, one bar per policy and one for non-finite steps."""
     kinds = [*policies, "non-finite"]
     for place, kind in enumerate(kinds):

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
@@ -80,7 +80,7 @@ async def frozen_study(args: argparse.Namespace, bars: Progress) -> dict:
 
 
 def train(
-    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: int, done: int
+    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: TaskID, done: int
 ) -> None:
     """One training run in a process of its own; the bar follows its metrics.jsonl.
 

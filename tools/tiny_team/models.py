@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
 from tools.tiny_team.tokenizer import END, PAD, build_tokenizer, save_tokenizer
 
 # Six heads in two groups over two layers: tensor parallel 2 and pipeline parallel 2 both divide them.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 192,
     "intermediate_size": 576,
     "num_hidden_layers": 2,
