@@ -26,7 +26,7 @@ async def run(config: RunConfig) -> None:
     """`train`, alone in the run's folder, and until a signal asks it to stop.
 
     Raises:
-        SystemExit: it was asked to stop; says what it can go on from.
+        SystemExit: it was asked to stop; says what it can continue from.
         ConfigError: another process has the folder; or as `train`.
         RunLockLost: another process took the folder.
     """
@@ -175,7 +175,7 @@ async def train(
 
 
 def continuing(config: RunConfig) -> str:
-    """What goes on from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
+    """What continues from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
     return "the same command continues" if config.resume == "auto" else "the same command without resume=never continues"
 
 

@@ -42,7 +42,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         machine: also check that this machine has what the run needs; otherwise what it lacks is a warning.
 
     Returns:
-        What is no error and should be said, a line each.
+        What is not an error and should be said, a line each.
 
     Raises:
         ConfigError: the first thing that is wrong.

@@ -130,7 +130,7 @@ def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, 
 
 
 def test_every_key_that_may_change_exists(configured):
-    """A misspelled entry would refuse for ever what it names."""
+    """A misspelled entry would refuse forever what it names."""
     config = configured()
     policy = config["policies"]["qwen2"]
     for allowed, where in ((MAY_CHANGE, config), (OF_A_POLICY, policy)):
@@ -186,7 +186,7 @@ def test_the_newest_healthy_one_outlives_any_number_of_others(tmp_path_factory, 
     newest = max((step for step, healthy in enumerate(healths, 1) if healthy), default=None)
     recent = list(range(max(1, len(healths) - keep + 1), len(healths) + 1))
     assert steps == sorted({*recent} | ({newest} if newest else set()))
-    assert checkpoints.latest({})[1]["step"] == len(healths), "a run that was interrupted goes on from where it was"
+    assert checkpoints.latest({})[1]["step"] == len(healths), "a run that was interrupted continues from where it was"
     assert checkpoints.stop_unhealthy() == checkpoints.latest({})[0]
     went_on = checkpoints.latest({})[1]["step"]
     assert went_on == (newest or len(healths)), "one that stopped itself goes back to when it was well"

@@ -91,7 +91,7 @@ SIZES = (
     "max_position_embeddings",
 )
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-MOST_LAYERS, MOST_EXPERTS = 1000, 1024  # far more than any model has; each becomes names of tensors before one is read
+MAX_LAYERS, MAX_EXPERTS = 1000, 1024  # far more than any model has; each becomes names of tensors before one is read
 
 # What megatron.core's RotaryEmbedding._apply_scaling fixes.
 MEGATRON_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -118,7 +118,7 @@ class Family:
     moe: bool = False  # every layer is a mixture of experts
     llama3_rope: bool = False  # the family comes with Llama 3 RoPE scaling
     fixed: dict[str, Any] = field(default_factory=dict)  # attributes that must have this value
-    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, beside `keys.READ` and those of `fixed`
+    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, in addition to `keys.READ` and those of `fixed`
     neutral: dict[str, tuple] = field(default_factory=dict)  # exceptions from `keys.NEUTRAL`
 
     def model_spec(self, config: dict) -> ModelSpec:
@@ -155,7 +155,7 @@ class Family:
         theta, factor = self._rope(config, understood.rope_parameters)
         return ModelSpec(
             architecture=self.architecture,
-            layers=whole(values, "num_hidden_layers", most=MOST_LAYERS),
+            layers=whole(values, "num_hidden_layers", most=MAX_LAYERS),
             hidden=hidden,
             heads=heads,
             kv_groups=groups,
@@ -246,7 +246,7 @@ class Family:
         if len(set(given.values())) > 1:
             both = " and ".join(f"{key}={value}" for key, value in given.items())
             raise ConversionError(f"config.json has {both}; remove one")
-        experts, chosen = whole(values, "num_experts", most=MOST_EXPERTS), whole(values, "num_experts_per_tok")
+        experts, chosen = whole(values, "num_experts", most=MAX_EXPERTS), whole(values, "num_experts_per_tok")
         normalise = flag(values, "norm_topk_prob")
         if chosen > experts:
             raise ConversionError(f"config.json has num_experts_per_tok={chosen}, but {experts} experts")
@@ -274,7 +274,7 @@ def _check_layer_types(kinds: list) -> None:
 
 def _check_sizes(config: dict) -> None:
     """Sizes that stand in a config.json, before transformers makes lists of that length or divides by them."""
-    most = {"num_hidden_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS, "num_local_experts": MOST_EXPERTS}
+    most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "num_local_experts": MAX_EXPERTS}
     for key in (*SIZES, "head_dim", *EXPERTS, "num_local_experts"):
         if config.get(key) is not None and key != "norm_topk_prob":
             whole(config, key, most=most.get(key, 2**31))

@@ -93,7 +93,7 @@ def frame(chunk: Chunk) -> tuple[bytes, bytes]:
     longest = max(len(file.before), len(file.after))
     if not file.seen or longest > FRAME_BYTES:
         raise ConversionError(
-            f"torch {torch.__version__} saves a tensor with {longest} bytes beside its own, for which {FRAME_BYTES} are kept"
+            f"torch {torch.__version__} saves a tensor with {longest} bytes around its data; {FRAME_BYTES} are reserved"
         )
     return bytes(file.before), bytes(file.after)
 

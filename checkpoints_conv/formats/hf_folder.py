@@ -136,7 +136,7 @@ class HfFolder:
             raise ConversionError(f"{path} has no weight_map")
         for tensor, shard in index.items():
             if not isinstance(shard, str) or Path(shard).name != shard or not (self.folder / shard).is_file():
-                raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which does not exist beside it")
+                raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which is not in the same folder")
         return index
 
     def _add_safetensors(self, shard: str) -> None:

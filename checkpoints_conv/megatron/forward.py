@@ -18,7 +18,7 @@ from checkpoints_conv.formats.hf_folder import read_config
 
 SHORT, LONG = 64, 4096 + 256  # tokens
 POSITIONS = 256  # whose log-probs are compared
-MOST_WORK = 2 * 10**11  # parameters x tokens: half a minute on a few CPU cores
+MAX_WORK = 2 * 10**11  # parameters x tokens: half a minute on a few CPU cores
 SCORE_BYTES = 16  # of one attention score: eager attention holds it four times in fp32
 
 
@@ -45,7 +45,7 @@ def affordable_tokens(spec: ModelSpec, parameters: int) -> int:
     """Length of a forward pass: enough to see an attention window of 4096, unless that takes long or too much memory."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4 * parameters
     in_memory = math.isqrt(max(free // 2, 0) // (SCORE_BYTES * spec.heads))
-    return max(min(LONG, spec.max_position, in_memory, MOST_WORK // parameters), min(SHORT, spec.max_position))
+    return max(min(LONG, spec.max_position, in_memory, MAX_WORK // parameters), min(SHORT, spec.max_position))
 
 
 def sample_positions(count: int) -> Tensor:

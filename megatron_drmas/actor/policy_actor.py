@@ -167,7 +167,7 @@ class PolicyActor:
         save_checkpoint(path, self.model, self.optimizer, self.schedule, parallel, self.trust_regions.state_dict())
 
     def load(self, path: str) -> None:
-        """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
+        """Restore a checkpoint, of this or another layout; in this layout training resumes bit-exactly."""
         betas = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
         self.trust_regions.load_state_dict(betas)
 

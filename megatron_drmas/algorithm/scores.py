@@ -82,7 +82,7 @@ def verdict_credit(verdict: Tensor, success: Tensor) -> Tensor:
     """+1 for a verdict that the outcome bears out, -1 for one that it does not, 0 for a row without a verdict.
 
     Args:
-        verdict: int [R]; 1 accepts, 0 rejects, -1 is no verdict.
+        verdict: int [R]; 1 accepts, 0 rejects, -1: no verdict.
         success: bool [R], the row's trajectory succeeded.
     """
     agrees = (verdict == 1) == success

@@ -9,7 +9,7 @@ Expressions are equal if sympy proves their difference to be zero; two that mere
   and nothing is converted); what is counted (`12\text{ apples}`) does not matter.
 - `1011_2` equals the same digits in the same base, and nothing else.
 - Members of a list or a set may come in any order, those of a tuple, vector or interval may not; brackets must agree, but
-  `1 < x \le 2`, `x \in (1, 2]` and `(1, 2]` are one set.  A set is no tuple, and `\{5\}` is not 5.
+  `1 < x \le 2`, `x \in (1, 2]` and `(1, 2]` are one set.  A set is not a tuple, and `\{5\}` is not 5.
 - `x = 5` equals 5 and not `y = 5`; two equations are equal if their sides' differences are proportional.
 - Words are compared without their case, symbols with it.
 """

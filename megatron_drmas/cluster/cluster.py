@@ -50,7 +50,7 @@ class Cluster:
         config: a validated configuration.
         phase: shows and times a named phase of the start.
         note: says what was found out.
-        restarted: is told what was started again, and why.
+        restarted: called with what was restarted, and why.
         actors: whether trainable policies get their Megatron actors; without them the team can only be evaluated.
     """
 

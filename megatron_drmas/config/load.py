@@ -28,7 +28,7 @@ from megatron_drmas.config.schema import RunConfig
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 SFT_DIR = CONFIG_DIR / "sft"
 
-# What Hydra lets through of YAML that is broken, or is no configuration.
+# What Hydra lets through of YAML that is broken, or is not a configuration.
 MALFORMED = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -100,7 +100,7 @@ def compose_config(
         ) from error
     for field in fields(config):
         if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
-            raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")
+            raise ConfigError(field.name, "null", "is not a group of settings", f"leave it out, or choose one: {field.name}=NAME")
     return config
 
 

@@ -57,7 +57,7 @@ def import_plugins(plugins: Sequence[str], folder: Path | None = None) -> list[s
 
 
 def plugin_environment(plugins: Sequence[str]) -> dict[str, str]:
-    """The variable that tells a process its plug-ins; `import_plugins_of_process` reads it."""
+    """The variable with a process's plug-ins; `import_plugins_of_process` reads it."""
     return {VARIABLE: json.dumps(list(plugins))} if plugins else {}
 
 

@@ -1,4 +1,4 @@
-"""`setting`: a key of the configuration with its meaning, bounds and choices beside it; checked and explained from there."""
+"""`setting`: a key of the configuration with its meaning, bounds and choices; checked and explained from there."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -58,7 +58,7 @@ class Encoder:
         return self._encoded(self._model.encode_document, texts, self._passage_prefix)
 
     def digest(self) -> str:
-        """Of everything that a passage's vector depends on beside the passage."""
+        """Of everything that a passage's vector depends on, other than the passage."""
         digest = hashlib.blake2b(f"{self._passage_prefix!r}".encode(), digest_size=12)
         for path in sorted(self._folder.rglob("*")):
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".safetensors"):

@@ -1,6 +1,6 @@
 """Grading of mathematical answers by exact comparison (`answers.equality`), in processes that can be killed.
 
-A computer-algebra system fed with a model's text can run for ever (`10^{10^{10}}`) or eat all memory; its own
+A computer-algebra system fed with a model's text can run forever (`10^{10^{10}}`) or eat all memory; its own
 time limits are signals, which do not interrupt C code.  So answers are compared in worker processes under hard limits,
 and a worker that exceeds one is killed and replaced.
 """

@@ -17,7 +17,7 @@ from megatron_drmas.environments.retrieval_service import RetrievalService, chec
 from megatron_drmas.team.tool import tool
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
-MOST_QUERIES = 64  # in one request
+MAX_QUERIES = 64  # in one request
 PAUSES_S = (0.5, 8.0)  # before a server is asked again: the first, which doubles, and the longest
 AWAY = (408, 425, 429, 502, 503, 504)  # what is answered when a server is not there, or not yet
 KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
@@ -135,7 +135,7 @@ class SearchEnvironment(Environment):
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        together = MOST_QUERIES if self._dialect.many else 1
+        together = MAX_QUERIES if self._dialect.many else 1
         for start in range(0, len(waiting), together):
             self._start(waiting[start : start + together])
 
@@ -200,7 +200,7 @@ class SearchEnvironment(Environment):
         except TimeoutError as error:
             raise _Unavailable(f"{url} gave no answer in {settings.timeout_s:g} s") from error
         except aiohttp.InvalidURL as error:
-            raise _Refused(f"{url} is no address", again=False) from error
+            raise _Refused(f"{url} is not an address", again=False) from error
         except (aiohttp.ClientError, OSError) as error:
             raise _Unavailable(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:

@@ -187,7 +187,7 @@ class Watch:
 
 
 def _times(limit: float, value: float) -> float | None:
-    """limit / value; None where that is no number."""
+    """limit / value; None where that is not a number."""
     return limit / value if value > 0 else None
 
 

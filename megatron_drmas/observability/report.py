@@ -29,8 +29,8 @@ from megatron_drmas.observability.summary import comparable
 
 EVERYTHING = "all questions"
 COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
-MOST_TEXT = 20_000  # characters of one prompt or response
-MOST_ALARMS = 40
+MAX_TEXT = 20_000  # characters of one prompt or response
+MAX_ALARMS = 40
 TO_READ = {  # title -> the files whose first and last are shown
     "step {}": "step_*.jsonl",
     "evaluation after step {}, greedy": f"evaluation_{GREEDY}_*.jsonl",
@@ -162,7 +162,7 @@ def render(run: Run) -> str:
         phases=phases(run),
         speed_charts=speed_charts(run),
         health=health_rows(run),
-        alarms=alarms[-MOST_ALARMS:],
+        alarms=alarms[-MAX_ALARMS:],
         alarm_count=len(alarms),
         trajectories=run.trajectories,
         changes=run.of_kind("change"),
@@ -349,9 +349,9 @@ def _reward(trajectory: dict[str, Any]) -> float:
 
 
 def seen(text: str) -> str:
-    """`text` with hidden characters, and those that turn its direction, spelled out; cut after `MOST_TEXT` characters."""
-    shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MOST_TEXT])
-    return shown + (f"\n… and {len(text) - MOST_TEXT} more characters" if len(text) > MOST_TEXT else "")
+    """`text` with hidden characters, and those that turn its direction, spelled out; cut after `MAX_TEXT` characters."""
+    shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MAX_TEXT])
+    return shown + (f"\n… and {len(text) - MAX_TEXT} more characters" if len(text) > MAX_TEXT else "")
 
 
 def main(argv: list[str] | None = None) -> int:

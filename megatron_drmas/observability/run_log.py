@@ -38,7 +38,7 @@ from megatron_drmas.observability.report import write_report
 from megatron_drmas.observability.summary import FINISHED, Summary
 from megatron_drmas.observability.tensorboard import TensorBoard
 
-REPORT_EVERY_S = 60.0  # least time between two reports of a running run
+REPORT_EVERY_S = 60.0  # minimum time between two reports of a running run
 REPORT_SHARE = 0.02  # of the run's time, at most, for reports while it runs
 
 
@@ -156,7 +156,7 @@ class RunLog:
         """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line.
 
         Returns:
-            Why the run must stop after this step; None if it may go on.
+            Why the run must stop after this step; None if it may continue.
         """
         values = plain(record)
         alarms = self._judge(values)
@@ -222,7 +222,7 @@ class RunLog:
         self.note(f"restart: {cause}{f' ({detail})' if detail else ''}", style="yellow")
 
     def log_changes(self, changes: dict[str, tuple[Any, Any]]) -> None:
-        """Settings that the run goes on with other than before: key -> (old, new)."""
+        """Settings that the run continues with other than before: key -> (old, new)."""
         if changes:
             self._write("change", self._start_step, changes=plain(changes))
         for key, (old, new) in changes.items():

@@ -62,7 +62,7 @@ def finite_reward(value: Any, of_what: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= FLOAT32_MAX:
-        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is no finite number")
+        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is not a finite number")
     return number
 
 

@@ -247,9 +247,9 @@ class ChatTokenizer:
                     raise ChatError(f"its {file} has eos_token_id {id}, which is {token}", remedy)
         first = set(sources[EOS_FILES[0]] or sources[EOS_FILES[1]])
         if any(not first.issuperset(ids) for ids in sources.values()):
-            told = ", ".join(f"{source} says {' '.join(map(str, ids)) or 'nothing'}" for source, ids in sources.items())
+            sources_say = ", ".join(f"{source} says {' '.join(map(str, ids)) or 'nothing'}" for source, ids in sources.items())
             names = " or ".join(f"{added[id].content} ({id})" for id in stop_ids)
-            self.notices.append(f"what ends a response is told differently ({told}): {names} will")
+            self.notices.append(f"the sources disagree on what ends a response ({sources_say}): {names} will")
         return stop_ids
 
     def _template(self) -> str:

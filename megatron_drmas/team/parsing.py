@@ -102,7 +102,7 @@ def after_reasoning(text: str, prompt_end: str = "") -> str | None:
         prompt_end: the end of its prompt.  Some chat templates open the reasoning there, and a response then only closes it.
 
     Returns:
-        None if the reasoning is not finished: what stands in it is no answer yet.
+        None if the reasoning is not finished: what stands in it is not an answer yet.
     """
     _, closed, answer = text.rpartition(THINK_CLOSED)
     opened = prompt_end.rstrip().endswith(THINK_OPEN)

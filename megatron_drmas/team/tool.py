@@ -1,4 +1,4 @@
-"""Tools: what a workflow calls beside its agents.
+"""Tools: what a workflow calls in addition to its agents.
 
 An environment brings its own, as methods:
 

@@ -104,7 +104,7 @@ class GatedOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.keep <= 1:
             raise ConfigError(
-                "team.workflow.options.keep", self.keep, "is no share of the trajectories", "use a number in [0, 1]"
+                "team.workflow.options.keep", self.keep, "is not a share of the trajectories", "use a number in [0, 1]"
             )
 
 

@@ -211,8 +211,8 @@ def test_a_third_choice_is_no_verdict():
         ("cluster.transport=carrier_pigeon", "cluster.transport", "choose one of: auto"),
         ("cluster.transport=nccl", "cluster.transport", "cannot serve policy"),
         ("environment.retrieval.url=localhost:8000", "environment.retrieval.url", "http://HOST"),
-        ("environment.retrieval.url=http://", "environment.retrieval.url", "is no address"),
-        ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is no address"),
+        ("environment.retrieval.url=http://", "environment.retrieval.url", "is not an address"),
+        ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is not an address"),
     ],
 )
 def test_a_bad_setting_is_named(compose, override, key, value):

@@ -1,6 +1,6 @@
 """The gated tiny team trained by the project itself: a conditional role, agent-wise statistics against the group's, rate by rate.
 
-Runs are variant x rate x precision x seed, seed by seed.  Interrupted, the same command goes on where it was; further seeds
+Runs are variant x rate x precision x seed, seed by seed.  Interrupted, the same command continues where it was; further seeds
 or rates add to it.  Writes DIR/gated.md, DIR/gated.png, DIR/gated.svg and DIR/gated.json after every run; `--report` does
 that alone.
 """
