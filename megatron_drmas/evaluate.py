@@ -48,10 +48,10 @@ async def evaluate(
     is left out altogether.  pass@k is over the questions that have all k answers: with fewer, one success is less likely.
     """
     trajectories = await collector.collect(questions, samples, sampling)
-    return summarise(trajectories, step, mode, samples, sampling), trajectories
+    return summarize(trajectories, step, mode, samples, sampling), trajectories
 
 
-def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int, sampling: Sampling) -> EvaluationRecord:
+def summarize(trajectories: list[Trajectory], step: int, mode: str, samples: int, sampling: Sampling) -> EvaluationRecord:
     """The record of an evaluation whose trajectories are `samples` of each question."""
     of_question: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:

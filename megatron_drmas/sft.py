@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TokenisedDialogue:
+class TokenizedDialogue:
     """Token ids, and the weight of the prompt's loss."""
 
     prompt: list[int]
@@ -117,7 +117,7 @@ def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metric
 
 
 def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
-    examples = tokenise(load_dialogues(config.data, "data"), config)
+    examples = tokenize(load_dialogues(config.data, "data"), config)
     run_dir = Path(config.output_dir) / config.name
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     world_size, port = config.policy.parallel.world_size, _free_port()
@@ -137,7 +137,7 @@ def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
     return run_dir / "hf"
 
 
-def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDialogue]:
+def tokenize(dialogues: list[Dialogue], config: SftConfig) -> list[TokenizedDialogue]:
     """Render dialogues with the policy's chat template and its options.
 
     The prompt's ids are those that training would send to an engine; the response's end with the token that ends an
@@ -172,7 +172,7 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
             )
         spelled += [(dialogue.line, name) for name in chat.spelled(messages[-1])]
         weight = config.prompt_weight if dialogue.prompt_weight is None else dialogue.prompt_weight
-        examples.append(TokenisedDialogue(prompt, response, weight))
+        examples.append(TokenizedDialogue(prompt, response, weight))
     if spelled:
         (line, name), more = spelled[0], len({line for line, _ in spelled}) - 1
         told = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
@@ -180,7 +180,7 @@ def tokenise(dialogues: list[Dialogue], config: SftConfig) -> list[TokenisedDial
     return examples
 
 
-def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
+def collate_dialogues(examples: list[TokenizedDialogue]) -> tuple[Any, Any]:
     """A `TurnBatch` of the examples, and the weight of every token, float32 [T].
 
     A response token weighs 1 / (response tokens of the batch), a prompt token its example's prompt_weight /
@@ -221,7 +221,7 @@ def collate_dialogues(examples: list[TokenisedDialogue]) -> tuple[Any, Any]:
 
 
 def _train_rank(
-    rank: int, config: SftConfig, examples: list[TokenisedDialogue], port: int, report: Callable[[dict], None]
+    rank: int, config: SftConfig, examples: list[TokenizedDialogue], port: int, report: Callable[[dict], None]
 ) -> None:
     import torch
     from torch.utils.tensorboard import SummaryWriter
@@ -294,7 +294,7 @@ def main() -> int:
             "python -m megatron_drmas.sft",
             command,
             validate,
-            lambda config: tokenise(load_dialogues(config.data, "data"), config),
+            lambda config: tokenize(load_dialogues(config.data, "data"), config),
             name="sft",
             schema=SftConfig,
             recipes=SFT_DIR,

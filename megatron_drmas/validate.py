@@ -223,7 +223,7 @@ def _check_team(config: RunConfig) -> None:
         if list(roles.values()).count(role) > 1:
             names = [name for name in roles if roles[name] == role]
             raise ConfigError(
-                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own"
+                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent its own role"
             )
     for name, agent in agents.items():
         key = f"team.agents.{name}"

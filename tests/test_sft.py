@@ -17,7 +17,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig
 from megatron_drmas.data.dialogues import load_dialogues
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
-from megatron_drmas.sft import SftConfig, TokenisedDialogue, collate_dialogues, tokenise
+from megatron_drmas.sft import SftConfig, TokenizedDialogue, collate_dialogues, tokenize
 from tests.rollout.chat_models import make_family
 from tools.tiny_team.models import build_model, save_policy
 from tools.tiny_team.tokenizer import END
@@ -60,7 +60,7 @@ def scalars(run_dir, tag: str) -> list[float]:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.floats(0, 2)), min_size=1, max_size=6))
 def test_weights_are_two_means(sizes):
-    examples = [TokenisedDialogue([7] * prompt, [8] * response, weight) for prompt, response, weight in sizes]
+    examples = [TokenizedDialogue([7] * prompt, [8] * response, weight) for prompt, response, weight in sizes]
     batch, weights = collate_dialogues(examples)
     is_response = batch.tokens == 8
     assert weights[is_response].sum().item() == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_weights_are_two_means(sizes):
 def test_prompts_are_what_training_sends(model, data):
     dialogues = load_dialogues(data, "data")
     chat = ChatTokenizer(model, {})
-    for dialogue, example in zip(dialogues, tokenise(dialogues, config(model, data))):
+    for dialogue, example in zip(dialogues, tokenize(dialogues, config(model, data))):
         assert example.prompt == chat.prompt_ids(list(dialogue.messages[:-1]))
         assert example.response.count(END) == 1 and example.response[-1] == END
         assert chat.text(example.response) == dialogue.messages[-1]["content"]
@@ -87,7 +87,7 @@ def test_prompts_take_the_policy_s_options_and_stay_text(tmp_path, options, text
     path.write_text(json.dumps({"prompt": text, "response": "42"}) + "\n" + json.dumps({"prompt": "q", "response": text}) + "\n")
     settings = config(folder, str(path))
     settings.policy.template_options = options
-    example, answering = tokenise(load_dialogues(str(path), "data"), settings)
+    example, answering = tokenize(load_dialogues(str(path), "data"), settings)
     chat = ChatTokenizer(folder, options)
     assert example.prompt == chat.prompt_ids([{"role": "user", "content": text}])
     assert example.prompt.count(chat.end_of_turn) == 1
@@ -100,14 +100,14 @@ def test_an_example_longer_than_the_model_is_named(model, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"prompt": "x" * 16384, "response": "y"}) + "\n")
     with pytest.raises(ConfigError, match=r"line 2 has 1638[0-9] tokens, the model takes 16384"):
-        tokenise(load_dialogues(str(path), "data"), config(model, str(path)))
+        tokenize(load_dialogues(str(path), "data"), config(model, str(path)))
 
 
 def reference_losses(model: str, data: str, steps: int, lr: float) -> list[float]:
     """The same run in plain transformers: one example at a time, torch's AdamW, gradient clipping."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.0)
-    examples = tokenise(load_dialogues(data, "data"), config(model, data))
+    examples = tokenize(load_dialogues(data, "data"), config(model, data))
     responses = sum(len(example.response) for example in examples)
     prompts = sum(len(example.prompt) - 1 for example in examples)
     losses = []

@@ -1,4 +1,4 @@
-"""Dr. MAS's comparison of normalisations, from one command.
+"""Dr. MAS's comparison of normalizations, from one command.
 
     python -m tools.reproduce_ablation --bandit     a bandit with a conditional role, and its sign turned: a minute
     python -m tools.reproduce_ablation --replica    the gated tiny team's training, replicated in plain torch: seconds a run

@@ -74,8 +74,8 @@ MOE = (
 
 # Keys that mark a checkpoint as something else than a plain text decoder, with what to say about them.
 FOREIGN = {
-    "quantization_config": "a quantised checkpoint; convert the original bf16 or fp32 weights",
-    "compression_config": "a quantised checkpoint; convert the original bf16 or fp32 weights",
+    "quantization_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
+    "compression_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
     "vision_config": "a multimodal checkpoint; only text decoders are supported",
     "audio_config": "a multimodal checkpoint; only text decoders are supported",
     "text_config": "a multimodal checkpoint; only text decoders are supported",
@@ -190,7 +190,7 @@ class Family:
             )
 
     def _rope(self, config: dict, rope: dict) -> tuple[float, float | None]:
-        """RoPE base and Llama 3 factor of transformers' standardised `rope_parameters`."""
+        """RoPE base and Llama 3 factor of transformers' standardized `rope_parameters`."""
         self._check_one_rope(config, rope)
         kind = rope.get("rope_type")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -247,10 +247,10 @@ class Family:
             both = " and ".join(f"{key}={value}" for key, value in given.items())
             raise ConversionError(f"config.json has {both}; remove one")
         experts, chosen = whole(values, "num_experts", most=MAX_EXPERTS), whole(values, "num_experts_per_tok")
-        normalise = flag(values, "norm_topk_prob")
+        normalize = flag(values, "norm_topk_prob")
         if chosen > experts:
             raise ConversionError(f"config.json has num_experts_per_tok={chosen}, but {experts} experts")
-        if chosen == 1 and normalise:
+        if chosen == 1 and normalize:
             raise ConversionError(
                 "config.json has num_experts_per_tok=1 with norm_topk_prob=true: Megatron-Core has no router that gives its one "
                 "expert weight 1; only norm_topk_prob=false is supported with one expert a token"
@@ -259,7 +259,7 @@ class Family:
             "experts": experts,
             "experts_per_token": chosen,
             "expert_ffn": whole(values, "moe_intermediate_size"),
-            "normalise_experts": normalise,
+            "normalize_experts": normalize,
         }
 
 

@@ -26,7 +26,7 @@ def config_class(model_type: str, name: str) -> type:
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
-    """The config object that transformers makes of the contents of a config.json, RoPE standardised as its models do it.
+    """The config object that transformers makes of the contents of a config.json, RoPE standardized as its models do it.
 
     Raises:
         ConversionError: transformers refuses the config; its words, which name the key.

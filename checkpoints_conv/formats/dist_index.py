@@ -72,7 +72,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
             key, file = index["fqn"], info["relative_path"]
             start, length = _numbers([info["offset"], info["length"]])
             if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-                raise ValueError("it names a data file that is none in its folder")
+                raise ValueError("it names a data file outside its folder")
             transformed = bool(info.get("transform_descriptors"))
             where[_text(key), _numbers(index["offset"])] = Where(file, start, length, transformed)
     for key, stored in stored_index["state_dict_metadata"].items():

@@ -103,7 +103,7 @@ class DistReader:
         """All of a stored chunk."""
         at, where = chunk.where, f"{key!r} {list(chunk.offsets)}"
         if at is None:
-            raise ConversionError(f"{self.folder / '.metadata'} does not say where {where} lies")
+            raise ConversionError(f"{self.folder / '.metadata'} does not say where {where} is stored")
         if at.transformed:
             raise ConversionError(
                 f"{self.folder / at.file} is compressed or otherwise transformed at {where}; only plain files are read"

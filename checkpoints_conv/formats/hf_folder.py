@@ -57,7 +57,7 @@ class HfFolder:
 
     Raises (on construction):
         ConversionError: no weights, a truncated shard, an index that disagrees with its shards, or a dtype other than
-            float32, float16 and bfloat16 (quantised weights); the message names file and tensor.
+            float32, float16 and bfloat16 (quantized weights); the message names file and tensor.
     """
 
     def __init__(self, folder: str | Path, allow_pickle: bool = False):
@@ -165,7 +165,7 @@ class HfFolder:
         known = [each for each in Dtype if dtype in (each.name, each.value)]
         if not known:
             raise ConversionError(
-                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, quantised weights are not"
+                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, quantized weights are not"
             )
         self.file_of[name] = shard
         self.shapes[name] = tuple(shape)

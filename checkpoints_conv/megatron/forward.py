@@ -58,14 +58,14 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def build_model(spec: ModelSpec, layers: Any = None, initialise: bool = False, **overrides: Any) -> list:
+def build_model(spec: ModelSpec, layers: Any = None, initialize: bool = False, **overrides: Any) -> list:
     """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
 
     Without CUDA, `checkpoints_conv.megatron.cpu.install()` must have been called.
 
     Args:
         layers: Megatron layer spec; None: the local one.
-        initialise: parameters start random; otherwise unset, for a checkpoint to fill.
+        initialize: parameters start random; otherwise unset, for a checkpoint to fill.
         overrides: fields of TransformerConfig.
     """
     from megatron.core import parallel_state
@@ -88,7 +88,7 @@ def build_model(spec: ModelSpec, layers: Any = None, initialise: bool = False, *
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks,
         pipeline_dtype=torch.float32,
-        perform_initialization=initialise,
+        perform_initialization=initialize,
         use_cpu_initialization=not torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,

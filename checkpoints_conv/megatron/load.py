@@ -22,7 +22,7 @@ def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -
     model's last stage gets its copy.  An optimizer that exists already must be told with `reload_model_params()`.
 
     Args:
-        model_chunks: this rank's GPTModel chunks, inside an initialised Megatron process.
+        model_chunks: this rank's GPTModel chunks, inside an initialized Megatron process.
         hf_dir: folder with config.json and safetensors.
         spec: of that folder's config, and of the model.
 

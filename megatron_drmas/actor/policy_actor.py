@@ -19,7 +19,7 @@ from megatron_drmas.actor.metrics import UpdateMetrics
 from megatron_drmas.actor.model import build_model
 from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
-from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
+from megatron_drmas.actor.parallel import destroy_groups, initialize_groups, owns_results, sum_over_ranks
 from megatron_drmas.actor.precision import token_multiple
 from megatron_drmas.actor.reference import ReferencePolicy
 from megatron_drmas.actor.settings import ActorSettings
@@ -51,7 +51,7 @@ class PolicyActor:
         Returns:
             parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank.
         """
-        initialise_groups(self.settings, self.rank, self.world_size, *self.master)
+        initialize_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
         self.model = build_model(self.spec, self.settings)

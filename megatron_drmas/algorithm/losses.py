@@ -1,6 +1,6 @@
 """The policy loss of packed tokens.
 
-`loss` is a plain sum, sum_t token_weights_t x token_loss_t: every normalisation is in the weights, which
+`loss` is a plain sum, sum_t token_weights_t x token_loss_t: every normalization is in the weights, which
 `token_weights` computes once for a whole mini-batch.  So the gradient of a mini-batch is the sum of the gradients of
 its parts, however it is cut into micro-batches and data-parallel shares; a sequence must stay whole in one part.
 """
@@ -85,7 +85,7 @@ def ppo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tens
 
 @register_loss("gspo")
 def gspo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The surrogate with one length-normalised ratio per sequence, exp(mean_t log ratio_t) (GSPO, arXiv 2507.18071, eq. 5 and 7).
+    """The surrogate with one length-normalized ratio per sequence, exp(mean_t log ratio_t) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
     The paper's bounds are far tighter than PPO's: clip_low 3e-4, clip_high 4e-4.
     """

@@ -43,7 +43,7 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
         message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
         the same KL that is never negative, for the certificate; and surrogate, the sum over messages of
         min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included in which this agent did
-        not speak, that is the certificate's L in units of the normalised advantage, less what clipping may hide.  A ratio is
+        not speak, that is the certificate's L in units of the normalized advantage, less what clipping may hide.  A ratio is
         held at e^MAX_LOG_RATIO, its logarithm is not.
     """
     rows = len(batch)
@@ -108,7 +108,7 @@ def certificate(
     Args:
         surrogates: L_i of each agent's update, summed over an episode's calls and averaged over all trajectories.
         kls: the largest KL per call of each update; an estimate below 0 counts as 0.
-        slack: what clipping, ratios and normalisation may hide beyond that: 0 for the clipped surrogate, which never
+        slack: what clipping, ratios and normalization may hide beyond that: 0 for the clipped surrogate, which never
             exceeds the unclipped one.
         fresh: every update had its own rollouts.  Where all n updates reuse the first ones, c becomes c n.
     """

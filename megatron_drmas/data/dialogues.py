@@ -1,6 +1,6 @@
 """Supervised examples from JSON lines.
 
-A line is `{"messages": [{"role", "content"}, …]}`, whose last message is the assistant's and is what is learnt, or
+A line is `{"messages": [{"role", "content"}, …]}`, whose last message is the assistant's and is what is learned, or
 `{"prompt": str, "response": str}`, the prompt being a user's message.  Either may carry `prompt_weight`.
 """
 
@@ -66,7 +66,7 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise bad("has a message without a text for role and content")
         if message["role"] not in ROLES:
-            raise bad(f"has a message of role {message['role'][:40]!r}, which is none of {', '.join(ROLES)}")
+            raise bad(f"has a message of role {message['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
         problem = flaw(message["content"])
         if problem:
             raise bad(f"has a message of the {message['role']} that {problem}")

@@ -11,7 +11,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, Place, register_environment
-from megatron_drmas.environments.exact_match import exact_match, normalise_answer
+from megatron_drmas.environments.exact_match import exact_match, normalize_answer
 from megatron_drmas.environments.retrieval_protocol import DIALECTS, endpoint, read_answer
 from megatron_drmas.environments.retrieval_service import RetrievalService, check_retrieval
 from megatron_drmas.team.tool import tool
@@ -227,8 +227,8 @@ class SearchEnvironment(Environment):
     def supports(self, question: Question, passages: list[str]) -> bool:
         """Whether an accepted answer is in any passage as whole words; "yes", "no" and articles are in too many to count."""
         rule = self.config.normalization
-        words = [f" {normalise_answer(passage, rule)} " for passage in passages]
-        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
+        words = [f" {normalize_answer(passage, rule)} " for passage in passages]
+        answers = {normalize_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
         return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:

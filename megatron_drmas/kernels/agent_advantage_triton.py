@@ -1,4 +1,4 @@
-"""The agent-wise advantage as one Triton kernel: statistics, normalisation and expansion to tokens.
+"""The agent-wise advantage as one Triton kernel: statistics, normalization and expansion to tokens.
 
 One program handles one group (or a share of its rows): it reads the group's scores, keeps float32 count, mean and
 sum of squares per agent (Welford's update, block-wise, merged as Chan et al.), derives the group's from the agents',

@@ -76,7 +76,7 @@ def _check(temperature: float, rows: Tensor, targets: Tensor, width: int) -> Non
         raise ValueError(f"temperature = {temperature}: log-probs need a positive one; greedy samples cannot be trained on")
     if targets.dtype != torch.int64 or rows.shape != (*targets.shape, width) or targets.dim() != 1:
         raise ValueError(
-            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] beside [n, {width}], not {list(rows.shape)}"
+            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] with rows [n, {width}], not {list(rows.shape)}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Line charts as SVG text: they follow the page's light or dark colours, and show values under the pointer without a script.
+"""Line charts as SVG text: they follow the page's light or dark colors, and show values under the pointer without a script.
 
-Colours are CSS classes `c0` … `c7` of the page that embeds the chart.
+Colors are CSS classes `c0` … `c7` of the page that embeds the chart.
 """
 
 import math
@@ -19,7 +19,7 @@ class Series:
     """One line: `points` are (step, value), value None where it was not finite."""
 
     name: str
-    colour: int
+    color: int
     points: list[tuple[int, float | None]]
 
 
@@ -34,7 +34,7 @@ def line_chart(
         bounds: minimum range of the axis; wider where values go beyond.
         bins: what stands for many steps in one bin: "mean" or "max".
     """
-    lines = [Series(line.name, line.colour, _binned(_drawable(line.points, log), bins)) for line in series]
+    lines = [Series(line.name, line.color, _binned(_drawable(line.points, log), bins)) for line in series]
     lines = [line for line in lines if line.points]
     steps = sorted({step for line in lines for step, _ in line.points})
     finite = [value for line in lines for _, value in line.points if value is not None]
@@ -131,9 +131,9 @@ def _line(line: Series, x: Callable[[float], float], y: Callable[[float], float]
             continue
         if len(run) == 1:
             cx, cy = run[0].split(",")
-            parts.append(f'<circle class="c{line.colour} dot" cx="{cx}" cy="{cy}" r="2.5"/>')
+            parts.append(f'<circle class="c{line.color} dot" cx="{cx}" cy="{cy}" r="2.5"/>')
         elif run:
-            parts.append(f'<polyline class="c{line.colour} line" points="{" ".join(run)}"/>')
+            parts.append(f'<polyline class="c{line.color} line" points="{" ".join(run)}"/>')
         run = []
     parts += [
         f'<text class="bad" x="{x(step):.1f}" y="{TOP + 4}" text-anchor="middle">×</text>'
@@ -152,11 +152,11 @@ def _readouts(lines: list[Series], steps: list[int], x: Callable[[float], float]
         right = x((steps[index + 1] + step) / 2) if index + 1 < len(steps) else WIDTH - RIGHT
         shown = [(line, found[step]) for line, found in zip(lines, values, strict=True) if step in found]
         dots = "".join(
-            f'<circle class="c{line.colour} dot" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>'
+            f'<circle class="c{line.color} dot" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>'
             for line, value in shown
             if value is not None
         )
-        text = "".join(f'<tspan class="c{line.colour} value" dx="7">{short(value)}</tspan>' for line, value in shown)
+        text = "".join(f'<tspan class="c{line.color} value" dx="7">{short(value)}</tspan>' for line, value in shown)
         parts.append(
             f'<g class="at"><rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="{HEIGHT}"/><g class="tip">'
             f'<line class="rule" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{dots}'

@@ -28,7 +28,7 @@ from megatron_drmas.observability.records import GENERATE, GREEDY, SAMPLED, name
 from megatron_drmas.observability.summary import comparable
 
 EVERYTHING = "all questions"
-COLOURS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
+COLORS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
 MAX_TEXT = 20_000  # characters of one prompt or response
 MAX_ALARMS = 40
 TO_READ = {  # title -> the files whose first and last are shown
@@ -147,18 +147,18 @@ def _template() -> Any:
 def render(run: Run) -> str:
     """The page's HTML."""
     agents, policies = run.names("agents"), run.names("policies")
-    agent_colours = {agent: index % COLOURS for index, agent in enumerate(agents)}
-    policy_colours = {policy: COLOURS - 1 - index % COLOURS for index, policy in enumerate(policies)}
+    agent_colors = {agent: index % COLORS for index, agent in enumerate(agents)}
+    policy_colors = {policy: COLORS - 1 - index % COLORS for index, policy in enumerate(policies)}
     alarms = alarm_lines(run)
     return _template().render(
         summary=run.summary,
         started=next((line["time"] for line in run.of_kind("start")), ""),
         results=results(run),
         team_charts=team_charts(run),
-        agent_colours=agent_colours,
-        agent_charts=metric_charts(run, "agents", AGENT_PLOTS, agent_colours),
-        policy_colours=policy_colours,
-        policy_charts=metric_charts(run, "policies", POLICY_PLOTS, policy_colours),
+        agent_colors=agent_colors,
+        agent_charts=metric_charts(run, "agents", AGENT_PLOTS, agent_colors),
+        policy_colors=policy_colors,
+        policy_charts=metric_charts(run, "policies", POLICY_PLOTS, policy_colors),
         phases=phases(run),
         speed_charts=speed_charts(run),
         health=health_rows(run),
@@ -252,7 +252,7 @@ def team_charts(run: Run) -> list[dict[str, Any]]:
         }
         modes = [Series(mode, index, found[mode]) for index, mode in enumerate((SAMPLED, GREEDY)) if found[mode]]
         if any(len(mode.points) > 1 for mode in modes):
-            legend = [(mode.name, mode.colour) for mode in modes]
+            legend = [(mode.name, mode.color) for mode in modes]
             svg = line_chart(modes, bounds=bounds)
             on = name_questions(evaluations[-1]["questions"], evaluations[-1].get("trained_on"))
             charts.append({"title": f"{figure.capitalize()}, evaluated", "hint": f"mean over {on}", "legend": legend, "svg": svg})
@@ -275,7 +275,7 @@ def speed_charts(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str, int]) -> list[dict[str, Any]]:
+def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colors: dict[str, int]) -> list[dict[str, Any]]:
     """A chart for each plot, then one (`more`) for every other metric that changes."""
     steps = run.of_kind("step")
     logged = dict.fromkeys(key for line in steps for metrics in line[scope].values() for key in metrics)
@@ -286,7 +286,7 @@ def metric_charts(run: Run, scope: str, plots: Sequence[Plot], colours: dict[str
         *plots,
         *(drawn.get(key) or Plot(key, key.replace("_", " ").capitalize()) for key in logged if key not in first),
     ]:
-        lines = [Series(name, colour, _points(steps, scope, name, plot)) for name, colour in colours.items()]
+        lines = [Series(name, color, _points(steps, scope, name, plot)) for name, color in colors.items()]
         changes = any(len({value for _, value in line.points}) > 1 for line in lines)
         if any(line.points for line in lines) and (plot.metric in first or changes):
             svg = line_chart(lines, log=plot.log, bounds=plot.bounds, bins=plot.bins)
@@ -313,7 +313,7 @@ def phases(run: Run) -> list[dict[str, Any]]:
         rows = [
             {
                 "name": phase,
-                "colour": order.index(phase) % COLOURS if phase in order else None,
+                "color": order.index(phase) % COLORS if phase in order else None,
                 "seconds": seconds,
                 "share": seconds / whole,
             }

@@ -327,7 +327,7 @@ def _remove(path: Path) -> None:
 
 
 def closing_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """What a run says at its end: what was learnt, and where things lie.
+    """What a run says at its end: what was learned, and where things lie.
 
     Args:
         run_dir: the run's folder.

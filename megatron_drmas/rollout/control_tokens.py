@@ -44,7 +44,7 @@ class ControlTokens:
         }
         self.ids = {content: id for id, content in self._names.items()}
         self._all, self._special = _Finder(self.ids), _Finder(self.special)
-        # Normalisation can make a control token of other characters, such as full-width brackets.
+        # Normalization can make a control token of other characters, such as full-width brackets.
         self._normalizer = self._backend.normalizer if any(added[id].normalized for id in self.ids.values()) else None
 
     def spelled(self, message: dict[str, str]) -> list[str]:
@@ -90,7 +90,7 @@ class ControlTokens:
         for id, (start, stop) in zip(encoding.ids, encoding.offsets):
             name = self._names.get(id)
             if name is not None and name in text[start:stop]:  # or it is the unknown token, and stands for a character
-                start += text[start:stop].index(name)  # white space that the token takes in stays with its neighbours
+                start += text[start:stop].index(name)  # white space that the token takes in stays with its neighbors
                 parts += [mask.lift(text[end:start]), self._aliases[name]]
                 end = start + len(name)
         parts.append(mask.lift(text[end:]))

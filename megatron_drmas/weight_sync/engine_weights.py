@@ -82,6 +82,6 @@ def _experts(path: str, module: RoutedExperts, kind: str, tensor: Tensor) -> Ite
 
 
 def _gather(part: Tensor, copies: int = 1) -> Tensor:
-    """Rows of all workers; `copies` neighbours hold the same."""
+    """Rows of all workers; `copies` neighbors hold the same."""
     rows = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
     return rows.view(-1, *part.shape)[::copies].flatten(0, 1)

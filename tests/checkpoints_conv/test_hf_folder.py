@@ -116,7 +116,7 @@ def test_wrong_shape(folder):
         check(folder)
 
 
-def test_quantised_tensor(folder):
+def test_quantized_tensor(folder):
     edit_shard(shard_of(folder, NORM), lambda tensors: tensors.update({NORM: torch.zeros(64, dtype=torch.int8)}))
     with pytest.raises(ConversionError, match=f"'{NORM}' has dtype I8"):
         check(folder)

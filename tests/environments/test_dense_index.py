@@ -62,7 +62,7 @@ def vectors(folder: Path, texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(torch.stack(means), dim=1).numpy()
 
 
-def test_vectors_are_the_normalised_means_of_transformers(folder, encoder):
+def test_vectors_are_the_normalized_means_of_transformers(folder, encoder):
     """Whatever else is in the batch; queries and passages each with their prefix."""
     texts = [*TEXTS[:5], "kalo", "the the the of of is"]
     np.testing.assert_allclose(encoder.queries(texts), vectors(folder, [f"query: {text}" for text in texts]), atol=1e-5)

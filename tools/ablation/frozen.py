@@ -1,4 +1,4 @@
-"""All variants on identical rollouts of frozen policies: what a normalisation does to the gradient, and nothing else."""
+"""All variants on identical rollouts of frozen policies: what a normalization does to the gradient, and nothing else."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -23,9 +23,9 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
     Args:
         task: max_turns, and factors {agent: statistics} on the frozen policies.
         frozen: `FrozenStudy.compare`'s result.
-        trained: precision -> variant -> `results.summarise`'s; may be empty.
+        trained: precision -> variant -> `results.summarize`'s; may be empty.
     """
-    lines = ["# Normalisation of advantages: the paper's variants on the tiny search team", ""]
+    lines = ["# Normalization of advantages: the paper's variants on the tiny search team", ""]
     lines += [
         f"At most {task['max_turns']} turns. Frozen policies, factor by which a group baseline multiplies the second moment:",
         "",

@@ -76,7 +76,7 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def summarise(runs: list[Run]) -> dict:
+def summarize(runs: list[Run]) -> dict:
     """The figures of one variant over its seeds."""
     policies = sorted({policy for run in runs for policy in run.grad_norms})
 

@@ -19,7 +19,7 @@ from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.validate import validate
 from tools.ablation.command import PRECISIONS, command_parser, count, prepare, progress_bars, steps_done, train_run
 from tools.ablation.report import write_figure, write_table
-from tools.ablation.results import Run, read_run, summarise
+from tools.ablation.results import Run, read_run, summarize
 from tools.ablation.variants import VARIANTS
 
 TURNS = (3, 4)
@@ -119,7 +119,7 @@ def collect_runs(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
 
 def write_results(args: argparse.Namespace, frozen: dict) -> None:
     runs = collect_runs(args)
-    trained = {precision: {variant: summarise(of) for variant, of in variants.items()} for precision, variants in runs.items()}
+    trained = {precision: {variant: summarize(of) for variant, of in variants.items()} for precision, variants in runs.items()}
     write_atomically(args.out / "ablation.json", json.dumps({"frozen": frozen, "trained": trained}, indent=1))
     write_table(args.out / "ablation.md", frozen, frozen["variants"], trained)
     if runs:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, synchronize
 
 PATIENCE_S = 30.0  # a test that waits so long has hung
 
@@ -97,7 +97,7 @@ def engines(log) -> list[PretendEngine]:
 
 def run(senders, engines, timeout_s=PATIENCE_S, verify=False):
     async def bounded():
-        return await asyncio.wait_for(synchronise(senders, engines, 4, timeout_s, verify), PATIENCE_S)
+        return await asyncio.wait_for(synchronize(senders, engines, 4, timeout_s, verify), PATIENCE_S)
 
     return asyncio.run(bounded())
 
