@@ -74,7 +74,7 @@ class PolicyRuntime:
                 bundle=None if bundles is None else (bundles, slot.node),
             )
 
-        threads = config.cluster.actor_threads, config.cluster.engine_threads
+        threads = config.cluster.actor_threads or 1, config.cluster.engine_threads or 1  # `fit_to_machine` gives more
         self._actors: list[RemoteProcess[ActorProcess]] = [
             process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)
         ]
@@ -108,7 +108,7 @@ class PolicyRuntime:
             seed=self._config.seed,
             deterministic=self._config.deterministic,
             device=self._device,
-            threads=self._config.cluster.engine_threads,
+            threads=self._config.cluster.engine_threads or 1,
             transport=self._transport.name,
             sleep=self._takes_turns,
         )

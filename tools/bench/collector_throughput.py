@@ -44,7 +44,7 @@ def start_alone(config: RunConfig) -> dict[str, Connection]:
             policy.engine,
             dtype=config.precision.rollout,
             seed=config.seed,
-            threads=config.cluster.engine_threads,
+            threads=config.cluster.engine_threads or 1,
         )
         spawn.Process(target=child, args=(end, vllm_alone, settings), daemon=True).start()
         end.close()  # or a child that died would be waited for
