@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
 from safetensors.torch import load_file
 
 from megatron_drmas.algorithm.advantages import compute_advantages
@@ -16,12 +17,12 @@ from megatron_drmas.algorithm.estimators import ESTIMATORS
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.rollout.collate import collate
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.tool import TOOLS
-from megatron_drmas.team.trajectory import Turn
+from megatron_drmas.team.trajectory import Trajectory, Turn
 from megatron_drmas.team.workflow import WORKFLOWS
 from megatron_drmas.validate import validate
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
 from megatron_drmas.weight_sync.transport import TRANSPORTS, Route, choose_transport
 from megatron_drmas.weight_sync.verify import digest
 
@@ -159,7 +160,8 @@ plugins: [everything.py]
 steps: 1
 questions_per_step: 2
 group_size: 2
-policies: {qwen2: {model: ???}}
+policies:
+  qwen2: {model: "???"}
 team:
   workflow: {name: ask_and_measure}
   agents:
@@ -167,7 +169,7 @@ team:
 environment: {name: echo, options: {bonus: 0.25}}
 algorithm: {advantage: {estimator: alternate}}
 cluster: {transport: files}
-data: {train: ???, eval: ???}
+data: {train: "???", eval: "???"}
 rollout: {max_prompt_tokens: 96, max_response_tokens: 8}
 """
 QUESTION = Question("0", "who ?", ("bo",))
@@ -214,8 +216,10 @@ def test_the_team_uses_the_tools_and_the_environment(config):
     assert outcome.info == {"length": 8}
 
 
-def test_the_estimator_gives_the_advantages(config, make_batch):
-    batch = make_batch([0, 0, 0], [0, 0, 0], [0, 1, 2], [1.0, 0.0, 1.0])
+def test_the_estimator_gives_the_advantages(config):
+    turn = Turn("sam", "qwen2", 0, [], [5], [7, 8], [-0.1, -0.2], 8, "stop", 0, "bo", "bo")
+    group = [Trajectory(QUESTION, 0, sample, [turn], reward=float(sample)) for sample in range(3)]
+    batch = collate(group, ("sam",), ("qwen2",), {"sam"})
     advantages = compute_advantages(batch, config.algorithm)
     assert advantages[batch.response_offsets[:-1]].tolist() == [1.0, -1.0, 1.0]
 

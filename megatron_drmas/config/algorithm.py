@@ -31,7 +31,9 @@ class RewardConfig:
         minimum=-MAX_WEIGHT,
         maximum=MAX_WEIGHT,
     )
-    success: float = setting("A trajectory that returns at least this succeeded, for `verdict`", 0.5)
+    verdict_threshold: float = setting(
+        "A verdict that accepts is borne out by a trajectory that returns at least this, one that rejects by any other", 0.5
+    )
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     @property

@@ -72,6 +72,8 @@ def compose_config(
         raise ConfigError("--config-name", name, f"no such file in {' or '.join(map(str, folders))}", f"choose one of: {known}")
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        if not key:
+            raise ConfigError("override", override, "names no key", "write key=value")
         if key.startswith("hydra.") and key != "hydra.searchpath":
             remedy = "leave it out; output_dir and name say where a run writes"
             raise ConfigError(key, value, "Hydra's launcher is not used here", remedy)
@@ -80,6 +82,10 @@ def compose_config(
         if schema is RunConfig:
             check_written_names(yaml.safe_load(next(path for path in paths if path.is_file()).read_bytes()))
         node = _compose(folders[0], name, overrides)
+        if OmegaConf.get_type(node) is not schema:
+            base = "schema" if schema is RunConfig else "sft_schema"
+            problem = f"its defaults lack {base}, which says what keys there are"
+            raise ConfigError("--config-name", name, problem, f"begin them with `- {base}`")
         check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:

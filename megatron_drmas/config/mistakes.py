@@ -94,8 +94,29 @@ def refusal(
         if section.endswith(".template_options") or (section == "variables" and not near):
             return ConfigError(key, value, f"{section} has no such entry", f"add it: +{key}={value}")
         return ConfigError(key, value, "no such key", f"did you mean {_either(near)}?" if near else "--print lists every key")
+    mistyped = _wrong_type(key, value, text, known)
+    if mistyped:
+        return mistyped
     problem = str(chain[-1]).strip().split("\n")[0]
     return ConfigError(key or "configuration", value, problem, "correct it (--print shows the composed configuration)")
+
+
+def _wrong_type(key: str, value: str | None, text: str, known: Sequence[str]) -> ConfigError | None:
+    """A value of another type than its key's; None: the error is about something else."""
+    given = re.search(r"Value '(.*?)' ", text)
+    value = given[1] if value is None and given else value
+    if "could not be converted to Integer" in text:
+        return ConfigError(key, value, "is not a whole number", f"write one, {key}=8")
+    if "could not be converted to Float" in text:
+        return ConfigError(key, value, "is not a number", f"write one, {key}=0.5 or {key}=1e-6")
+    if "is not a valid bool" in text:
+        return ConfigError(key, value, "is neither true nor false", f"write {key}=true or {key}=false")
+    if "is not a ListConfig, list or tuple" in text:
+        return ConfigError(key, value, "is not a list", f"write '{key}=[A,B]', or '{key}=[A]' for one")
+    if re.search(r"is not a subclass of \w+Config", text):
+        inner = [name for name in known if name.startswith(f"{key}.")][:MAX_SUGGESTIONS]
+        return ConfigError(key, value, "is a group of settings, not a value", f"set its keys, such as {', '.join(inner) or key}")
+    return None
 
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:

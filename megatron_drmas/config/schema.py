@@ -275,7 +275,8 @@ class HealthConfig:
     zero_advantage: ShareConfig = setting("Rows of learning agents without an advantage", lambda: ShareConfig(0.95))
     found_nothing: ShareConfig = setting("Queries without a passage; of the whole step only", lambda: ShareConfig(0.5, 1.0))
     patience: int = setting(
-        "Steps in a row at another `stop` than masked's, or without any advantage and any success, that stop the run",
+        "Steps in a row at another `stop` than masked's, or without any advantage while trajectories go unrewarded, "
+        "that stop the run",
         20,
         minimum=1,
     )

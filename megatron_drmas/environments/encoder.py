@@ -1,12 +1,12 @@
 """Texts as vectors, by a sentence-transformers folder."""
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from sentence_transformers import SentenceTransformer
 
 from megatron_drmas.environments.corpus import RetrievalError
 
@@ -15,6 +15,24 @@ BATCH = 64  # texts at a time
 
 class EncoderError(RetrievalError):
     """A folder that holds no encoder; the message names it."""
+
+
+def encoder_objection(folder: Path) -> str | None:
+    """Why a folder cannot be an encoder, as far as its files' names and config.json tell; None if it may be one.
+
+    A folder without modules.json is a plain transformer, whose tokens' mean is the vector; a language model's says little.
+    """
+    if (folder / "modules.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return "holds no encoder"
+    except (OSError, ValueError) as error:
+        return f"its config.json cannot be read: {error}"
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    generative = [name for name in architectures or () if "ForCausalLM" in name or "ForConditionalGeneration" in name]
+    return f"holds a language model ({generative[0]}), not a sentence encoder" if generative else None
 
 
 class Encoder:
@@ -31,8 +49,11 @@ class Encoder:
             passage_prefix: the same for passages ("passage: " for E5).
             device: torch's name of where it runs.
         """
-        if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-            raise EncoderError(f"{folder} holds no encoder: a folder with config.json and weights is needed")
+        from sentence_transformers import SentenceTransformer  # takes seconds, which a check of the folder need not wait for
+
+        objection = encoder_objection(folder)
+        if objection:
+            raise EncoderError(f"{folder} {objection}: a sentence-transformers folder is needed")
         try:
             self._model = SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, RuntimeError) as error:

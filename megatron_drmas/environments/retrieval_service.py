@@ -15,6 +15,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import RetrievalConfig
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
+from megatron_drmas.environments.encoder import encoder_objection
 
 PR_SET_PDEATHSIG = 1
 NAME = "retrieval server"
@@ -165,14 +166,9 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
     if retrieval.url and retrieval.encoder:
         problem = "the server at url ranks as it was started to"
         raise ConfigError("environment.retrieval.encoder", retrieval.encoder, problem, "leave one of the two out")
-    if (
-        files
-        and retrieval.encoder
-        and not any((Path(retrieval.encoder) / name).is_file() for name in ("config.json", "modules.json"))
-    ):
-        raise ConfigError(
-            "environment.retrieval.encoder", retrieval.encoder, "holds no encoder", "give a sentence-transformers folder"
-        )
+    objection = encoder_objection(Path(retrieval.encoder)) if files and retrieval.encoder else None
+    if objection:
+        raise ConfigError("environment.retrieval.encoder", retrieval.encoder, objection, "give a sentence-transformers folder")
     if files and not retrieval.url and retrieval.corpus:
         try:
             check_corpus(retrieval.corpus)

@@ -48,6 +48,13 @@ class Episode:
         when = f"from step {self.began} on" if self.open else f"steps {self.began} to {self.last}"
         return f"{when}, worst in {self.worst}: {self.problem}"
 
+    def end_text(self) -> str:
+        """That it is over, on one line; what it was about was said when it began."""
+        what = self.metric + ("" if self.who == "team" else f" of {self.who}")
+        if self.began == self.last:
+            return f"over: {what}, in step {self.began} only"
+        return f"over: {what}, in steps {self.began} to {self.last}, worst in step {self.worst}"
+
 
 class Episodes:
     """Folds the alarms of a run's steps into episodes: alarms of one metric and owner with fewer than `QUIET` steps between them.

@@ -7,7 +7,8 @@ A *count* is `[n, of]`.  The counts of a step, as metrics.jsonl holds them, are
     invalid         outputs that could not be parsed, of the same calls
     zero_advantage  rows whose advantage is 0, of the rows that learn
     found_nothing   queries that were answered without a passage, of the same trajectories' queries
-    rewarded        trajectories that returned more than 0, of those that ended; judged only together with zero_advantage
+    rewarded        trajectories that returned more than 0, of those that ended, whether the environment calls them a success or
+                    not; judged only together with zero_advantage
 
 each as {"team": count, "agents": {agent: count}}.  The rule looks at nothing else, so a resumed run that reads its log again
 judges as an undisturbed one.
@@ -192,7 +193,7 @@ class HealthRule:
     def _stops(self, line: dict[str, Any]) -> Iterator[tuple[str, str | None, str]]:
         """What is as bad as it may be for `patience` steps: kind, agent (None: the step), problem and remedy.
 
-        A team that succeeds in everything has nothing to learn either, but no reason to stop for it.
+        A team that earns a reward every time has nothing to learn either, but no reason to stop for it.
         """
         counts = line["health"]
         nothing = _why_nothing(counts)

@@ -184,7 +184,8 @@ def results(run: Run) -> list[dict[str, Any]]:
             _row(name, *(value.get(name) for value in values)) for name in dict.fromkeys([EVERYTHING, *values[0], *values[1]])
         ]
         pass_at_k = [line and line["pass_at_k"] for line in (before, after)]
-        tables.append({"mode": mode, "last": last, "rows": rows, "pass_at_k": pass_at_k})
+        compared = before is not None and after is not None
+        tables.append({"mode": mode, "last": last, "rows": rows, "pass_at_k": pass_at_k, "compared": compared})
     return tables
 
 

@@ -162,14 +162,13 @@ class RunLog:
         alarms = self._judge(values)
         line = self._write("step", alarms=alarms, **values)
         self._to_tensorboard(line)
-        begun, ended = self._episodes.add(
-            record.step, alarms
-        )  # every alarm is in metrics.jsonl; its beginning and its end are said
+        # Every alarm is in metrics.jsonl; the beginning and the end of an episode are said.
+        begun, ended = self._episodes.add(record.step, alarms)
         with self.contained("the step's line"):
             for episode in begun:
                 self._progress.note(f"warning: {episode.text()}", style="yellow")
             for episode in ended:
-                self._progress.note(f"over: {episode.text()}")
+                self._progress.note(episode.end_text())
             self._progress.step(line, sum(line["seconds"].values()))
         if self._clock() >= self._report_due:
             self._report()

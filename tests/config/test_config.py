@@ -222,6 +222,12 @@ def test_a_bad_setting_is_named(compose, override, key, value):
     assert message.startswith(key) and value in message and "\n" not in message and ";" in message
 
 
+def test_a_model_whose_heads_vllm_cannot_compute_is_refused(compose, team_dir, monkeypatch):
+    monkeypatch.setattr("megatron_drmas.validate.cpu_head_sizes", lambda: (48, 80))
+    with pytest.raises(ConfigError, match=r"policies\.qwen2\.model.* heads have 32 dimensions.*one of: 48, 80"):
+        compose()
+
+
 def test_a_share_of_the_health_rule_can_be_off(compose):
     assert compose("health.masked.stop=null", "health.invalid.warn=null").health.masked.stop is None
 

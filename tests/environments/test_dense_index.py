@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 from megatron_drmas.environments import dense_index
 from megatron_drmas.environments.corpus import CorpusError
 from megatron_drmas.environments.dense_index import DenseIndex
-from megatron_drmas.environments.encoder import Encoder, EncoderError
+from megatron_drmas.environments.encoder import Encoder, EncoderError, encoder_objection
 
 WORDS = ["mayor", "founder", "seat", "of", "the", "is", "kalo", "miran", "dutu", "sefo", "query:", "passage:"]
 TEXTS = [
@@ -52,6 +52,26 @@ def corpus(tmp_path) -> Path:
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"id": number, "contents": text}) + "\n" for number, text in enumerate(TEXTS)))
     return path
+
+
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "a language model (LlamaForCausalLM), not a sentence encoder"),
+        ({"architectures": ["BertModel"]}, None),
+        ({}, None),
+        (None, "holds no encoder"),
+    ],
+)
+def test_a_language_model_is_no_encoder(tmp_path, config, problem):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert problem is None if encoder_objection(tmp_path) is None else problem in encoder_objection(tmp_path)
+    if problem:
+        with pytest.raises(EncoderError, match="a sentence-transformers folder is needed"):
+            Encoder(tmp_path)
+    (tmp_path / "modules.json").write_text("[]")
+    assert encoder_objection(tmp_path) is None, "a folder that says how it encodes is believed, whatever its model"
 
 
 def vectors(folder: Path, texts: list[str]) -> np.ndarray:

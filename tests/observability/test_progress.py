@@ -71,6 +71,12 @@ def test_the_last_lines_say_what_was_learned_and_where_things_lie():
     ]
 
 
+def test_figures_that_are_the_same_share_a_line():
+    found = {"questions": 8, "reward": {"before": 0.25, "after": 0.5}, "success": {"before": 0.25, "after": 0.5}}
+    summary = {"name": "team", "status": "finished", "step": 4, "steps": 4, "evaluation": {"greedy": found}}
+    assert closing_lines(summary, {})[1:] == ["reward and success, greedy: 0.250 → 0.500 (+0.250) on 8 held-out questions"]
+
+
 CHILD = """
 import os, sys
 block = bytearray(os.urandom(1)) * (96 * 2**20)
