@@ -25,18 +25,8 @@ INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .+\n)+", re.MULTILINE)
 KINDS = {"bash", "python", "yaml", "json", "mermaid", "text"}
 COMMAND = re.compile(r"(?:\S*/)?(?:python|bash|sbatch|srun|ray|pip|pytest) \S|tools/\S+\.(?:sh|py) |slurm/\S+\.sh ")
 COMPOSING = ("megatron_drmas.train", "megatron_drmas.sft", "megatron_drmas.evaluate")
-SBATCH = {
-    "account",
-    "partition",
-    "nodes",
-    "gpus-per-node",
-    "time",
-    "cpus-per-task",
-    "mem",
-    "wrap",
-    "container-image",
-    "container-mounts",
-}
+SBATCH = {"account", "partition", "nodes", "gpus-per-node", "time", "signal", "cpus-per-task", "mem", "wrap"}
+SBATCH |= {"container-image", "container-mounts"}  # Pyxis'
 NOT_OURS = {"scancel", "squeue", "export", "module", "apptainer", "pip"}  # what a block that is not run may call besides
 
 

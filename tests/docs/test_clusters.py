@@ -1,0 +1,47 @@
+"""The placement on docs/clusters.md is the one that the code computes."""
+
+import re
+
+import pytest
+
+from megatron_drmas.cluster.placement import place
+from megatron_drmas.config.errors import ConfigError
+from megatron_drmas.config.load import compose_config
+from megatron_drmas.weight_sync.transport import Route, choose_transport
+
+
+@pytest.fixture(scope="module")
+def section(repository) -> str:
+    text = (repository / "docs" / "clusters.md").read_text()
+    return text.partition("### Two nodes of four GPUs\n")[2].partition("\n## ")[0]
+
+
+def test_placement(section):
+    config = compose_config("search_hetero_8xh100", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
+    placement = place(config, "cuda")
+    rows = []
+    for name, policy in config.policies.items():
+        slots = placement.actors[name]
+        (node,) = {slot.node for slot in slots + placement.engines[name]}
+        shared = [gpu for slot in placement.engines[name] for gpu in slot.devices] == [slot.devices[0] for slot in slots]
+        gpus = " ".join(str(slot.devices[0]) for slot in slots)
+        engine, transport = policy.engine, choose_transport("auto", Route("cuda", shared, policy.parallel.pipeline), name).name
+        layout = f"tensor {policy.parallel.tensor} | node {node}: {gpus} | {engine.replicas} × tensor {engine.tensor}"
+        rows.append(f"| `{name}` | {layout} | {transport} |")
+    assert "\n".join(rows) in section
+
+
+def test_refusal(section):
+    with pytest.raises(ConfigError) as refused:
+        place(compose_config("search_hetero_8xh100", ["cluster.gpus_per_node=4"]), "cuda")
+    assert re.search(r"```text\n(.+)\n```", section)[1] == str(refused.value)
+
+
+def test_apart(section):
+    """With GPUs of their own for engines."""
+    apart = ["cluster.nodes=4", "cluster.gpus_per_node=4", "cluster.colocate=false"]
+    placement = place(compose_config("search_hetero_8xh100", apart), "cuda")
+    counts = [
+        sum(len(slot.devices) for slots in found.values() for slot in slots) for found in (placement.actors, placement.engines)
+    ]
+    assert f"{counts[0]} + {counts[1]} = {sum(counts)}" in section
