@@ -86,10 +86,18 @@ def reading(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    """The working directory: one that looks like the repository and keeps what commands write."""
+    """The working directory: it looks like the repository, has the files that the pages tell a reader to write, and keeps what
+    commands write."""
     for entry in ROOT.iterdir():
         if entry.name not in ("outputs", ".git"):
             (tmp_path / entry.name).symlink_to(entry)
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text()):
+            named = re.match(r"# (mine/\S+)\n", match["text"])
+            if named:
+                file = tmp_path / named[1]
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(match["text"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

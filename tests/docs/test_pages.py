@@ -8,6 +8,8 @@ import pytest
 
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.config.setting import keys_of
+from megatron_drmas.data.dialogues import load_dialogues
+from megatron_drmas.data.questions import load_questions
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -86,3 +88,16 @@ def test_messages_that_the_questions_quote_are_the_code_s():
         pieces = [" ".join(piece.split()) for piece in quote.split("…")]
         pattern = re.compile(".*?".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
         assert any(pattern.search(text) for text in texts), f"the code does not say: {quote}"
+
+
+def test_data_that_is_shown_can_be_read(tmp_path):
+    """Blocks of JSON lines are questions or dialogues."""
+    blocks = [
+        block for page in PAGES for block in re.findall(r"^ *```json\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    assert len(blocks) >= 2
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(block)
+        load = load_dialogues if '"messages"' in block else load_questions
+        assert len(load(str(file), "data")) == len(block.splitlines())
