@@ -108,7 +108,7 @@ def test_a_stop_token_that_is_told_differently_is_said(team_dir, caplog):
     with caplog.at_level(logging.WARNING):
         check(team_dir)
     assert [record.message for record in caplog.records] == [
-        "policies.qwen2: what ends a response is told differently (generation_config.json says 0, config.json says 0, the "
+        "policies.qwen2: the sources disagree on what ends a response (generation_config.json says 0, config.json says 0, the "
         "tokenizer says 1, the chat template says 1): <|endoftext|> (0) or <|end|> (1) will"
     ]
 
