@@ -102,7 +102,7 @@ def test_a_token_beyond_the_model_is_refused(team_dir):
         check(team_dir)
 
 
-def test_a_stop_token_that_is_told_differently_is_said(team_dir, caplog):
+def test_sources_that_disagree_on_the_stop_token_are_reported(team_dir, caplog):
     for file in ("config.json", "generation_config.json"):
         change(team_dir / "qwen2" / file, eos_token_id=0)
     with caplog.at_level(logging.WARNING):
