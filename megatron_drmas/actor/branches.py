@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_drmas.kernels.gather import take_rows
+
 SIMILAR = 0.75  # paths at least this share of a bucket's longest are padded to it
 
 
@@ -77,36 +79,22 @@ class Branches:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention output [t, heads · size] of query, key and value [t, heads, size]."""
+        """Attention output [t, heads · size] of query [t, heads, size], key and value [t, groups, size]."""
         queries = [bucket.rows * bucket.queries for bucket in self.buckets]
         keys = [bucket.rows * bucket.keys for bucket in self.buckets]
         parts = (
-            _Gather.apply(query, self.query_slots).split(queries),
-            _Gather.apply(key, self.key_slots).split(keys),
-            _Gather.apply(value, self.key_slots).split(keys),
+            take_rows(query, self.query_slots).split(queries),
+            take_rows(key, self.key_slots).split(keys),
+            take_rows(value, self.key_slots).split(keys),
         )
         outputs = []
         for bucket, *qkv in zip(self.buckets, *parts, strict=True):
             q, k, v = (part.view(bucket.rows, -1, *part.shape[1:]).transpose(1, 2) for part in qkv)
-            context = F.scaled_dot_product_attention(q, k, v, bucket.mask, is_causal=bucket.mask is None, scale=scale)
+            context = F.scaled_dot_product_attention(
+                q, k, v, bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=True
+            )
             outputs.append(context.transpose(1, 2).reshape(bucket.rows * bucket.queries, -1))
-        return _Gather.apply(torch.cat(outputs), self.outputs)
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of a tensor by index; the gradients of a row that is taken several times are summed in fp32 or wider."""
-
-    @staticmethod
-    def forward(ctx, source: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = len(source)
-        return source.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        sums = gradient.new_zeros(ctx.rows, *gradient.shape[1:], dtype=wide)
-        return sums.index_add_(0, ctx.saved_tensors[0], gradient.to(wide)).to(gradient.dtype), None
+        return take_rows(torch.cat(outputs), self.outputs)
 
 
 def _padded(places: np.ndarray, length: int) -> np.ndarray:

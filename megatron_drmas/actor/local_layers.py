@@ -64,9 +64,6 @@ class PackedAttention(MegatronModule):
         packed_seq_params: "PackedSequences | None" = None,
     ) -> Tensor:
         """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         return packed_seq_params.branches.attend(query, key, value, self.softmax_scale)
 
 
@@ -79,7 +76,8 @@ class ChosenTokensLayer(TransformerLayer):
 
     def forward(self, *args, packed_seq_params: PackedSequences, **kwargs):
         hidden_states, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        return self._forward_mlp(hidden_states.index_select(0, packed_seq_params.chosen)), context
+        chosen = hidden_states.index_select(0, packed_seq_params.chosen)
+        return self._forward_mlp(chosen) if len(chosen) else chosen, context  # a router takes no empty input
 
 
 def local_block_spec(config: TransformerConfig, choose_tokens: bool) -> TransformerBlockSubmodules:
