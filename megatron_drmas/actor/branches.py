@@ -45,19 +45,15 @@ class Branches:
         """Lay out branches whose last queries[i] tokens of paths[i], packed tokens each, are queries."""
         begins = np.cumsum([0, *queries])
         lengths = [len(path) for path in paths]
-        # Whole rows first: they need no mask.
-        order = sorted(range(len(paths)), key=lambda i: (queries[i] < lengths[i], -lengths[i], -queries[i]))
+        # A bucket's branches have queries of the same power of two and similar paths, or are whole rows, which need no mask.
+        kinds = [0 if own == length else own.bit_length() for own, length in zip(queries, lengths, strict=True)]
+        order = sorted(range(len(paths)), key=lambda i: (kinds[i], -lengths[i], -queries[i]))
         buckets, query_slots, key_slots = [], [], []
         outputs = np.empty(begins[-1], dtype=np.int64)
         placed, at = 0, 0
         while at < len(order):
-            whole, keys = queries[order[at]] == lengths[order[at]], lengths[order[at]]
-            end = at
-            while (
-                end < len(order)
-                and lengths[order[end]] >= SIMILAR * keys
-                and (queries[order[end]] == lengths[order[end]]) == whole
-            ):
+            kind, keys, end = kinds[order[at]], lengths[order[at]], at
+            while end < len(order) and kinds[order[end]] == kind and lengths[order[end]] >= SIMILAR * keys:
                 end += 1
             members, at = order[at:end], end
             most = max(queries[i] for i in members)
@@ -66,7 +62,7 @@ class Branches:
                 placed += most
                 query_slots.append(_padded(np.arange(begins[i], begins[i + 1]), most))
                 key_slots.append(_padded(paths[i], keys))
-            mask = None if whole else _mask([lengths[i] for i in members], [queries[i] for i in members], keys)
+            mask = None if kind == 0 else _mask([lengths[i] for i in members], [queries[i] for i in members], keys)
             buckets.append(Bucket(len(members), most, keys, mask))
         return cls(
             torch.from_numpy(begins).int(),

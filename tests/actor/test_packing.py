@@ -127,6 +127,7 @@ def test_buckets_pad_little_and_hold_every_branch(trie):
     assert torch.equal(branches.query_slots[branches.outputs], torch.arange(sum(queries)))
     keys = sum(bucket.rows * bucket.keys for bucket in branches.buckets)
     assert len(branches.key_slots) == keys and SIMILAR * keys <= sum(map(len, paths))
+    assert len(branches.query_slots) < 2 * sum(queries)
     assert all((bucket.mask is None) or bucket.mask.any(-1).all() for bucket in branches.buckets), "no query attends to nothing"
 
 
