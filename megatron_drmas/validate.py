@@ -26,6 +26,7 @@ from megatron_drmas.config.setting import check_settings
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS
+from megatron_drmas.rollout.head_sizes import cpu_head_sizes
 from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
@@ -42,7 +43,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         machine: also check that this machine has what the run needs; otherwise what it lacks is a warning.
 
     Returns:
-        What is no error and should be said, a line each.
+        What is not an error and should be said, a line each.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -89,6 +90,8 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         for name, policy in config.policies.items():
             spec = check_model(f"policies.{name}", policy)
             _check_length(name, policy, spec, config)
+            if device == "cpu":
+                _check_head_size(name, policy, spec)
             check_precision(config.precision, device, spec.layers)
         check_templates(config)
         overlap = overlap_warning(config.data, load_question_sets(config.data))
@@ -223,7 +226,7 @@ def _check_team(config: RunConfig) -> None:
         if list(roles.values()).count(role) > 1:
             names = [name for name in roles if roles[name] == role]
             raise ConfigError(
-                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own"
+                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent its own role"
             )
     for name, agent in agents.items():
         key = f"team.agents.{name}"
@@ -338,6 +341,16 @@ def _check_environment(config: RunConfig, files: bool) -> None:
             remedy = f"use {' or '.join(able)}" if able else "register the tool"
             raise ConfigError("environment.name", config.environment.name, problem, remedy)
     environment.check_config(config.environment, workflow.tools, files)
+
+
+def _check_head_size(name: str, policy: PolicyConfig, spec: ModelSpec) -> None:
+    if spec.head_dim not in cpu_head_sizes():
+        raise ConfigError(
+            f"policies.{name}.model",
+            policy.model,
+            f"its attention heads have {spec.head_dim} dimensions, which vLLM does not compute on CPUs",
+            f"use GPUs, or a model with one of: {', '.join(map(str, cpu_head_sizes()))}",
+        )
 
 
 def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunConfig) -> None:

@@ -64,6 +64,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: "PackedSequences | None" = None,
     ) -> Tensor:
         """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
+        assert packed_seq_params is not None and packed_seq_params.branches is not None, "rows are packed"
         return packed_seq_params.branches.attend(query, key, value, self.softmax_scale)
 
 

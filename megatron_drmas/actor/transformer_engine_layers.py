@@ -27,6 +27,7 @@ class BranchAttention(TEDotProductAttention):
         num_splits: int | None = None,
     ) -> Tensor:
         """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
+        assert packed_seq_params is not None and packed_seq_params.branches is not None, "rows are packed"
         branches = packed_seq_params.branches
         # Megatron's own forward cannot ask for this mask: its enumeration lacks the name.
         return DotProductAttention.forward(

@@ -19,7 +19,7 @@ from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.devices import DEVICES, Device
 from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
 from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 SUBMIT_TIMEOUT_S = 60.0
@@ -74,7 +74,7 @@ class PolicyRuntime:
                 bundle=None if bundles is None else (bundles, slot.node),
             )
 
-        threads = config.cluster.actor_threads, config.cluster.engine_threads
+        threads = config.cluster.actor_threads or 1, config.cluster.engine_threads or 1  # `fit_to_machine` gives more
         self._actors: list[RemoteProcess[ActorProcess]] = [
             process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)
         ]
@@ -108,7 +108,7 @@ class PolicyRuntime:
             seed=self._config.seed,
             deterministic=self._config.deterministic,
             device=self._device,
-            threads=self._config.cluster.engine_threads,
+            threads=self._config.cluster.engine_threads or 1,
             transport=self._transport.name,
             sleep=self._takes_turns,
         )
@@ -174,7 +174,7 @@ class PolicyRuntime:
         engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in self._engines]
         if self._asleep:
             await self._on_all_engines(Engine.wake_up, "weights")
-        stats = await synchronise(senders, engines, version, timeout_s, verify)
+        stats = await synchronize(senders, engines, version, timeout_s, verify)
         if self._asleep:
             await self._on_all_engines(Engine.wake_up, "kv_cache")
             self._asleep = False

@@ -31,7 +31,9 @@ class RewardConfig:
         minimum=-MAX_WEIGHT,
         maximum=MAX_WEIGHT,
     )
-    success: float = setting("A trajectory that returns at least this succeeded, for `verdict`", 0.5)
+    verdict_threshold: float = setting(
+        "A verdict that accepts is borne out by a trajectory that returns at least this, one that rejects by any other", 0.5
+    )
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     @property
@@ -44,7 +46,7 @@ class RewardConfig:
 class AdvantageConfig:
     """How row scores become advantages."""
 
-    estimator: str = setting("How scores become advantages", "normalised", registry="estimator")
+    estimator: str = setting("How scores become advantages", "normalized", registry="estimator")
     mean: str = setting("Whose rows make the baseline", "agent", choices={"group": "all agents'", "agent": "the agent's own"})
     std: str = setting(
         "Whose rows make the scale", "agent", choices={"group": "all agents'", "agent": "the agent's own", "none": "no scale"}

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -28,7 +28,7 @@ from megatron_drmas.config.schema import RunConfig
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 SFT_DIR = CONFIG_DIR / "sft"
 
-# What Hydra lets through of YAML that is broken, or is no configuration.
+# What Hydra lets through of YAML that is broken, or is not a configuration.
 MALFORMED = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -72,6 +72,8 @@ def compose_config(
         raise ConfigError("--config-name", name, f"no such file in {' or '.join(map(str, folders))}", f"choose one of: {known}")
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        if not key:
+            raise ConfigError("override", override, "names no key", "write key=value")
         if key.startswith("hydra.") and key != "hydra.searchpath":
             remedy = "leave it out; output_dir and name say where a run writes"
             raise ConfigError(key, value, "Hydra's launcher is not used here", remedy)
@@ -80,12 +82,16 @@ def compose_config(
         if schema is RunConfig:
             check_written_names(yaml.safe_load(next(path for path in paths if path.is_file()).read_bytes()))
         node = _compose(folders[0], name, overrides)
+        if OmegaConf.get_type(node) is not schema:
+            base = "schema" if schema is RunConfig else "sft_schema"
+            problem = f"its defaults lack {base}, which says what keys there are"
+            raise ConfigError("--config-name", name, problem, f"begin them with `- {base}`")
         check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
         if schema is RunConfig:
             config.plugins = import_plugins(config.plugins, folders[0])
     except (HydraException, OmegaConfBaseException) as error:
@@ -100,7 +106,7 @@ def compose_config(
         ) from error
     for field in fields(config):
         if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
-            raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")
+            raise ConfigError(field.name, "null", "is not a group of settings", f"leave it out, or choose one: {field.name}=NAME")
     return config
 
 
@@ -142,4 +148,4 @@ def to_yaml(config: Any) -> str:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain dictionaries, lists and scalars."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))

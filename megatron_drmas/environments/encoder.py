@@ -1,11 +1,12 @@
 """Texts as vectors, by a sentence-transformers folder."""
 
 import hashlib
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from sentence_transformers import SentenceTransformer
 
 from megatron_drmas.environments.corpus import RetrievalError
 
@@ -14,6 +15,24 @@ BATCH = 64  # texts at a time
 
 class EncoderError(RetrievalError):
     """A folder that holds no encoder; the message names it."""
+
+
+def encoder_objection(folder: Path) -> str | None:
+    """Why a folder cannot be an encoder, as far as its files' names and config.json tell; None if it may be one.
+
+    A folder without modules.json is a plain transformer, whose tokens' mean is the vector; a language model's says little.
+    """
+    if (folder / "modules.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return "holds no encoder"
+    except (OSError, ValueError) as error:
+        return f"its config.json cannot be read: {error}"
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    generative = [name for name in architectures or () if "ForCausalLM" in name or "ForConditionalGeneration" in name]
+    return f"holds a language model ({generative[0]}), not a sentence encoder" if generative else None
 
 
 class Encoder:
@@ -30,8 +49,11 @@ class Encoder:
             passage_prefix: the same for passages ("passage: " for E5).
             device: torch's name of where it runs.
         """
-        if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-            raise EncoderError(f"{folder} holds no encoder: a folder with config.json and weights is needed")
+        from sentence_transformers import SentenceTransformer  # takes seconds, which a check of the folder need not wait for
+
+        objection = encoder_objection(folder)
+        if objection:
+            raise EncoderError(f"{folder} {objection}: a sentence-transformers folder is needed")
         try:
             self._model = SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -44,7 +66,9 @@ class Encoder:
     @property
     def dimension(self) -> int:
         """Length of a vector."""
-        return self._model.get_embedding_dimension()
+        dimension = self._model.get_embedding_dimension()
+        assert dimension is not None
+        return dimension
 
     def queries(self, texts: list[str]) -> np.ndarray:
         """float32 [n, dimension]."""
@@ -55,7 +79,7 @@ class Encoder:
         return self._encoded(self._model.encode_document, texts, self._passage_prefix)
 
     def digest(self) -> str:
-        """Of everything that a passage's vector depends on beside the passage."""
+        """Of everything that a passage's vector depends on, other than the passage."""
         digest = hashlib.blake2b(f"{self._passage_prefix!r}".encode(), digest_size=12)
         for path in sorted(self._folder.rglob("*")):
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".safetensors"):
@@ -64,7 +88,7 @@ class Encoder:
                     digest.update(hashlib.file_digest(file, "blake2b").digest())
         return digest.hexdigest()
 
-    def _encoded(self, encode, texts: list[str], prefix: str | None) -> np.ndarray:
+    def _encoded(self, encode: Callable, texts: list[str], prefix: str | None) -> np.ndarray:
         settings = {} if prefix is None else {"prompt": prefix}
         with self._lock:
             vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)

@@ -1,5 +1,7 @@
 """Rows of a tensor by index, where a row may be taken many times."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,13 @@ def take_rows(source: Tensor, index: Tensor) -> Tensor:
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, source: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.rows = len(source)
         return source.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         if gradient.device.type == "cpu":  # where index_add_ keeps the order

@@ -125,7 +125,7 @@ def decimals(value: float | None) -> str:
 
 
 def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """What a finished run says last: what was learnt, and where things lie.
+    """What a finished run says last: what was learned, and where things lie.
 
     Args:
         summary: as in summary.json.
@@ -133,10 +133,14 @@ def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
     """
     lines = [f"{summary['name']}: {summary['status']} after {summary['step']} of {summary['steps']} steps"]
     for mode, found in summary.get("evaluation", {}).items():
-        for figure in ("reward", "success") if found else ():
+        changes: dict[tuple[float, float], list[str]] = {}  # (before, after) -> figures: those that are the same share a line
+        for figure in FIGURES if found else ():
             before, after = found[figure]["before"], found[figure]["after"]
             if before is not None and after is not None:
-                change = f"{decimals(before)} → {decimals(after)} ({'+' if after >= before else ''}{decimals(after - before)})"
-                lines.append(f"{figure}, {mode}: {change} on {name_questions(found['questions'], found.get('trained_on'))}")
+                changes.setdefault((before, after), []).append(figure)
+        for (before, after), of in changes.items():
+            change = f"{decimals(before)} → {decimals(after)} ({'+' if after >= before else ''}{decimals(after - before)})"
+            on = name_questions(found["questions"], found.get("trained_on"))
+            lines.append(f"{' and '.join(of)}, {mode}: {change} on {on}")
     width = max(map(len, places), default=0)
     return lines + [f"{what:<{width}}  {path}" for what, path in places.items()]

@@ -1,4 +1,4 @@
-"""What every vLLM worker of ours carries: the `shm` back end, weights that stay where they are, and their digests.
+"""What every vLLM worker of ours carries: the back ends of the transports, weights that stay where they are, and their digests.
 
 vLLM imports this module in each worker before the model is built (`worker_extension_cls`).
 """
@@ -10,14 +10,20 @@ import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
 from torch.nn.functional import linear, silu
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-import megatron_drmas.weight_sync.shm  # noqa: F401  registers
+import megatron_drmas.weight_sync  # noqa: F401  registers
 from megatron_drmas.config.plugins import import_plugins_of_process
 from megatron_drmas.weight_sync.engine_weights import iter_loaded_tensors
+from megatron_drmas.weight_sync.transport import TRANSPORTS
 from megatron_drmas.weight_sync.verify import digest
 
-import_plugins_of_process()  # a transport of a plug-in has its back end in every worker
+import_plugins_of_process()  # they may bring transports
+for name, transport in TRANSPORTS.items():
+    engine_class = transport.engine_class()
+    if engine_class is not None:
+        WeightTransferEngineFactory.register_engine(name, engine_class)
 
 
 def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:

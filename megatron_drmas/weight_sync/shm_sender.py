@@ -64,7 +64,13 @@ class ShmTransport(Transport):
 
     @classmethod
     def objection(cls, route: Route) -> str | None:
-        return "actor and engines lie on several nodes, which share no memory" if route.nodes > 1 else None
+        return "actor and engines are on several nodes, which share no memory" if route.nodes > 1 else None
+
+    @classmethod
+    def engine_class(cls) -> type:
+        from megatron_drmas.weight_sync.shm import ShmWeightTransferEngine
+
+        return ShmWeightTransferEngine
 
     def sender(
         self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None, publish: bool, verify: bool

@@ -1,8 +1,7 @@
 """What carries an actor's weights to its engines: one interface, and the registry from which a transport is chosen.
 
-A transport has two ends.  The actor's is a `Transport`; the engine's is the back end of vLLM's weight-transfer API that is
-registered with `WeightTransferEngineFactory` under the same name.  Both are there wherever `megatron_drmas.weight_sync` or a
-plug-in that defines them has been imported.
+A transport has two ends.  The actor's is a `Transport`; the engine's is the back end of vLLM's weight-transfer API that its
+`engine_class` names.
 """
 
 from abc import ABC, abstractmethod
@@ -52,6 +51,14 @@ class Transport(ABC):
         """Why it cannot serve a route, or None if it can."""
 
     @classmethod
+    def engine_class(cls) -> type | None:
+        """The engine's end, a subclass of vLLM's `WeightTransferEngine`; None: vLLM brings a back end of this name.
+
+        Called in the engines' workers only: import vLLM here, so that no other process has to.
+        """
+        return None
+
+    @classmethod
     def engine_init_infos(cls, address: str, port: int, engines: int, tensor: int) -> list[dict]:
         """What each engine's back end is initialized with.
 
@@ -62,8 +69,9 @@ class Transport(ABC):
         """
         return [{} for _ in range(engines)]
 
-    def join(self, info: dict) -> None:  # noqa: B027  most transports have no group
+    def join(self, info: dict) -> None:
         """Join the transfer group, on the actor's first rank, while the engines initialize theirs; only where `joins`."""
+        raise NotImplementedError
 
     @abstractmethod
     def sender(

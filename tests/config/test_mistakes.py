@@ -75,13 +75,34 @@ def test_how_a_policy_is_added_is_said(override):
             "policies.qwen2.template_options.enable_thinking=false",
             "add it: +policies.qwen2.template_options.enable_thinking=false",
         ),
-        ("steps", "is no override"),
+        ("steps", "is not an override"),
         ("name=a=b", "name = 'a=b'"),
         ("hydra.run.dir=x", "hydra.run.dir = 'x'"),
+        ("=3", "override = '=3': names no key; write key=value"),
+        ("group_size=four", "group_size = 'four': is not a whole number; write one, group_size=8"),
+        ("group_size=4.5", "group_size = '4.5': is not a whole number"),
+        ("rollout.temperature=hot", "rollout.temperature = 'hot': is not a number"),
+        ("evaluation.greedy=maybe", "is neither true nor false; write evaluation.greedy=true or evaluation.greedy=false"),
+        ("plugins=mine.py", "plugins = 'mine.py': is not a list; write 'plugins=[A,B]'"),
+        (
+            "health.masked=0.5",
+            "is a group of settings, not a value; set its keys, such as health.masked.warn, health.masked.stop",
+        ),
     ],
 )
 def test_a_mistake_of_another_kind_says_what_to_write(override, said):
     assert said in refusal(override)
+
+
+@pytest.mark.parametrize("overrides", [(), ("steps=3",)])
+def test_a_recipe_without_the_schema_is_told_to_begin_with_it(tmp_path, overrides):
+    (tmp_path / "bare.yaml").write_text("defaults: [policy@policies.a: tiny, _self_]\nname: bare\nsteps: 1\n")
+    assert "its defaults lack schema" in refusal(*overrides, name="bare", folder=tmp_path)
+
+
+def test_a_wrong_type_in_a_recipe_is_named_too(tmp_path):
+    (tmp_path / "own.yaml").write_text("defaults: [search_hetero, _self_]\ngroup_size: four\n")
+    assert "group_size = 'four': is not a whole number" in refusal(name="own", folder=tmp_path)
 
 
 NAMES = ["qwen2.5", "7b", "a b", "a/b", "a=b", "", "_x", "__", "_global_", "a:b", "a@b", "é", "a$", "x" * 65]

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 from megatron_drmas.environments import dense_index
 from megatron_drmas.environments.corpus import CorpusError
 from megatron_drmas.environments.dense_index import DenseIndex
-from megatron_drmas.environments.encoder import Encoder, EncoderError
+from megatron_drmas.environments.encoder import Encoder, EncoderError, encoder_objection
 
 WORDS = ["mayor", "founder", "seat", "of", "the", "is", "kalo", "miran", "dutu", "sefo", "query:", "passage:"]
 TEXTS = [
@@ -54,6 +54,26 @@ def corpus(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "a language model (LlamaForCausalLM), not a sentence encoder"),
+        ({"architectures": ["BertModel"]}, None),
+        ({}, None),
+        (None, "holds no encoder"),
+    ],
+)
+def test_a_language_model_is_no_encoder(tmp_path, config, problem):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert problem is None if encoder_objection(tmp_path) is None else problem in encoder_objection(tmp_path)
+    if problem:
+        with pytest.raises(EncoderError, match="a sentence-transformers folder is needed"):
+            Encoder(tmp_path)
+    (tmp_path / "modules.json").write_text("[]")
+    assert encoder_objection(tmp_path) is None, "a folder that says how it encodes is believed, whatever its model"
+
+
 def vectors(folder: Path, texts: list[str]) -> np.ndarray:
     """Mean over a text's tokens, length 1, one text at a time."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
@@ -62,7 +82,7 @@ def vectors(folder: Path, texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(torch.stack(means), dim=1).numpy()
 
 
-def test_vectors_are_the_normalised_means_of_transformers(folder, encoder):
+def test_vectors_are_the_normalized_means_of_transformers(folder, encoder):
     """Whatever else is in the batch; queries and passages each with their prefix."""
     texts = [*TEXTS[:5], "kalo", "the the the of of is"]
     np.testing.assert_allclose(encoder.queries(texts), vectors(folder, [f"query: {text}" for text in texts]), atol=1e-5)
@@ -135,10 +155,10 @@ def test_an_index_of_ones_own_is_used_if_it_fits(encoder, corpus, tmp_path):
     found = DenseIndex.open(corpus, encoder, tmp_path / "mine.index").search_all(["mayor of kalo"], 4)[0]
     np.testing.assert_allclose([passage.score for passage in found], [passage.score for passage in exact], atol=1e-6)
     corpus.write_text(corpus.read_text() + json.dumps({"id": "new", "contents": "kalo"}) + "\n")
-    with pytest.raises(CorpusError, match="mine.index holds 48 vectors of 32 numbers, but .* has 49 passages"):
+    with pytest.raises(CorpusError, match=r"mine.index holds 48 vectors of 32 numbers, but .* has 49 passages"):
         DenseIndex.open(corpus, encoder, tmp_path / "mine.index")
     (tmp_path / "mine.index").write_bytes(b"junk")
-    with pytest.raises(CorpusError, match="mine.index cannot be read as a FAISS index"):
+    with pytest.raises(CorpusError, match=r"mine.index cannot be read as a FAISS index"):
         DenseIndex.open(corpus, encoder, tmp_path / "mine.index")
 
 

@@ -118,6 +118,16 @@ def alarm(step, metric="entropy", who="writer", beyond=2.0):
     }
 
 
+def test_an_end_says_the_first_the_last_and_the_worst_step_and_not_the_problem_again():
+    episodes = Episodes()
+    for step, beyond in ((3, 2.0), (4, 5.0), (6, 3.0)):
+        episodes.add(step, [alarm(step, beyond=beyond)])
+    (found,) = episodes.add(6 + QUIET, [alarm(6 + QUIET, who="judge")])[1]
+    assert found.end_text() == "over: entropy of writer, in steps 3 to 6, worst in step 4"
+    (found,) = episodes.add(6 + 2 * QUIET, [])[1]
+    assert found.end_text() == f"over: entropy of judge, in step {6 + QUIET} only"
+
+
 @given(st.lists(st.dictionaries(st.sampled_from(["judge", "writer"]), st.none() | st.floats(1.0, 9.0)), max_size=60))
 def test_episodes_hold_every_alarm_once_and_lie_apart(steps):
     episodes, begun, ended = Episodes(), [], []

@@ -53,7 +53,7 @@ def test_a_terminal_gets_one_live_line_that_goes_away():
     assert out.getvalue().endswith("\x1b[2K")
 
 
-def test_the_last_lines_say_what_was_learnt_and_where_things_lie():
+def test_the_last_lines_say_what_was_learned_and_where_things_lie():
     sampled = {"questions": 300, "reward": {"before": -0.25, "after": 1.5}, "success": {"before": 0.25, "after": 0.7}}
     greedy = {"questions": 300, "reward": {"before": None, "after": 1.0}, "success": {"before": None, "after": 0.75}}
     summary = {
@@ -69,6 +69,12 @@ def test_the_last_lines_say_what_was_learnt_and_where_things_lie():
         "success, sampled: 0.250 → 0.700 (+0.450) on 300 held-out questions",
         "report  out/report.html",
     ]
+
+
+def test_figures_that_are_the_same_share_a_line():
+    found = {"questions": 8, "reward": {"before": 0.25, "after": 0.5}, "success": {"before": 0.25, "after": 0.5}}
+    summary = {"name": "team", "status": "finished", "step": 4, "steps": 4, "evaluation": {"greedy": found}}
+    assert closing_lines(summary, {})[1:] == ["reward and success, greedy: 0.250 → 0.500 (+0.250) on 8 held-out questions"]
 
 
 CHILD = """
@@ -96,7 +102,7 @@ def test_memory_of_children_counts_and_shared_pages_count_once(mode):
     sampler.stop()
     assert 90 * MIB < grown < 160 * MIB
     assert sampler.peak_bytes > before + 80 * MIB
-    assert tree_bytes(os.getpid()) < before + 40 * MIB
+    assert tree_bytes(os.getpid()) < before + grown - 45 * MIB, "the child's pages are gone"
 
 
 def test_a_process_that_is_gone_counts_nothing():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_drmas.observability.charts import HEIGHT, Series, line_chart
 from megatron_drmas.observability.progress import closing_lines
-from megatron_drmas.observability.report import MOST_TEXT, choose, load_run, main, render, results, seen
+from megatron_drmas.observability.report import MAX_TEXT, choose, load_run, main, render, results, seen
 from megatron_drmas.observability.summary import Summary
 
 HOSTILE = (
@@ -112,7 +112,7 @@ def test_what_is_seen_has_no_hidden_characters_and_is_left_alone_otherwise(text)
 
 
 def test_long_text_is_cut_and_says_so():
-    assert seen("x" * (MOST_TEXT + 5)).endswith("and 5 more characters")
+    assert seen("x" * (MAX_TEXT + 5)).endswith("and 5 more characters")
 
 
 def test_it_can_be_rebuilt_from_the_files(folder, capsys):
@@ -157,6 +157,22 @@ def test_a_run_without_a_step_has_a_report(tmp_path, play):
     play(tmp_path, last=0).finish("failed: ConfigError: no")
     text = (tmp_path / "report.html").read_text()
     assert "before training" in text and "failed: ConfigError" in text
+
+
+def test_without_an_evaluation_before_training_there_is_nothing_to_compare(folder):
+    run = load_run(folder)
+    run.lines = [line for line in run.lines if (line["kind"], line["step"]) != ("evaluation", 0)]
+    page = render(run)
+    evaluation = page[page.index("<h2>Evaluation") : page.index("<h2>Team")]
+    assert ">change<" not in evaluation and "→" not in evaluation and "±" not in evaluation and "0.800" in evaluation
+    assert "○" not in evaluation, "no mark of a value before training"
+
+
+@pytest.mark.parametrize("ratio, shown", [(1.0, "every probability is the same"), (1.00002, "1 + 2.0e-05")])
+def test_the_trainers_and_the_engines_probabilities_are_compared(folder, ratio, shown):
+    run = load_run(folder)
+    run.summary["max_prob_ratio"] = ratio
+    assert shown in render(run) and "0.0e+00" not in render(run)
 
 
 def test_trajectories_to_read_show_the_extremes():

@@ -94,7 +94,7 @@ def test_the_summary_is_a_function_of_the_lines(undisturbed, read_summary):
     assert rebuilt.as_dict() == read_summary(undisturbed)
 
 
-def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_summary):
+def test_the_summary_says_what_was_learned_and_what_it_cost(undisturbed, read_summary):
     summary = read_summary(undisturbed)
     steps = [line for line in results(undisturbed) if line["kind"] == "step"]
     for mode, samples, whole in (("sampled", 4, 49), ("greedy", 1, 50)):
@@ -251,7 +251,7 @@ def test_an_episode_is_said_at_its_beginning_and_its_end_and_logged_in_every_ste
     problem = "prob_ratio of policy writer (agents search, answer) is {}, over 1.05"
     assert said == [
         f"warning: step 2: {problem.format(2)}",
-        f"over: steps 2 to 6, worst in 3: {problem.format(4)}",
+        "over: prob_ratio of writer, in steps 2 to 6, worst in step 3",
         f"warning: step 13: {problem.format(3)}",
     ]
     assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == {"prob_ratio": 2}

@@ -110,7 +110,8 @@ def transformers_loop(model: str, batch: TurnBatch, tokens: int) -> Callable[[],
 
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
-    parts = padded_parts(batch, tokens)
+    parts, column = padded_parts(batch, tokens), batch.advantages
+    assert column is not None
 
     def part_loss(part: Tensor) -> Tensor:
         texts = [batch.tokens[batch.offsets[row] : batch.offsets[row + 1]] for row in part.tolist()]
@@ -121,8 +122,8 @@ def transformers_loop(model: str, batch: TurnBatch, tokens: int) -> Callable[[],
         first = int(batch.prompt_lengths[part].min())
         logits = network(table, attention_mask=real.long(), logits_to_keep=places[first - 1 : -1]).logits
         logprobs = logits.log_softmax(-1).gather(2, table[:, first:, None])[:, :, 0][predicted[:, first:]]
-        advantages = gather_segments(batch.advantages, batch.response_offsets, part)
-        return -((logprobs - logprobs.detach()).exp() * advantages).sum() / len(batch.advantages)
+        advantages = gather_segments(column, batch.response_offsets, part)
+        return -((logprobs - logprobs.detach()).exp() * advantages).sum() / len(column)
 
     def update() -> None:
         optimizer.zero_grad()
@@ -196,12 +197,12 @@ def main() -> None:
             if number:
                 seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, value in medians.items():
-        print(f"{name:14}{value:9.3f} s {len(batch.tokens) / value:10.0f} tokens of rows/s")
+    for name, median in medians.items():
+        print(f"{name:14}{median:9.3f} s {len(batch.tokens) / median:10.0f} tokens of rows/s")
     parameters = sum(parameter.numel() for parameter in actor.model.parameters())
     mfu = 6 * parameters * packed["tokens"] / medians["shared"] / statistics.median(rates)
     ratio = medians["transformers"] / medians["shared"]
-    figures = {"ratio": round(ratio, 2), "target": TARGET, "ok": ratio >= TARGET, "mfu": round(mfu, 3)}
+    figures: dict[str, float | bool] = {"ratio": round(ratio, 2), "target": TARGET, "ok": ratio >= TARGET, "mfu": round(mfu, 3)}
     figures["shared_ratio"] = round(medians["not shared"] / medians["shared"], 2)
     print(json.dumps({"name": "train_step", **figures, "packed_tokens": packed["tokens"], "row_tokens": len(batch.tokens)}))
     sys.exit(ratio < TARGET)

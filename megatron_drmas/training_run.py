@@ -1,0 +1,195 @@
+"""The run that training steps happen in: its folder, what it resumes, its processes, log and checkpoints, and its end."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_drmas.checkpointing import Checkpoints, Saver
+from megatron_drmas.cluster.cluster import Cluster
+from megatron_drmas.cluster.machine import fit_to_machine
+from megatron_drmas.cluster.signals import StopRequest
+from megatron_drmas.config.load import to_dict
+from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.data.question_sets import QuestionSets, load_question_sets
+from megatron_drmas.data.questions import Question
+from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.evaluate import evaluate_team
+from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
+from megatron_drmas.observability.run_log import RunLog, closing_summary, finished_summary
+from megatron_drmas.rollout.collector import Sampling
+from megatron_drmas.run_lock import RunLock
+from megatron_drmas.step_record import Stage, merge_stages, step_record, trajectory_records
+from megatron_drmas.team.trajectory import Trajectory
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig, updates_per_step: int) -> AsyncIterator["TrainingRun"]:
+    """Start a validated configuration, or go on from its last checkpoint; alone in its folder, and until a signal stops it.
+
+    Where the steps end without an error the policies are exported (`checkpoint.export`).
+
+    Args:
+        updates_per_step: weight updates that a step makes.
+
+    Raises:
+        SystemExit: there is nothing left to do, or it was asked to stop; says what it can go on from.
+        ConfigError: another process has the folder, or its checkpoint belongs to a run that was configured differently.
+        RunLockLost: another process took the folder.
+        ProcessFailure: an actor, an engine or the retrieval server failed.
+        UnhealthyRun: going on would waste the run's time or ruin what it has learned (`config.HealthConfig`).
+    """
+    run_dir = Path(config.output_dir) / config.name
+    with RunLock(run_dir) as lock:
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.discard_partial()
+        stop = StopRequest()
+        try:
+            async with _start(config, run_dir, checkpoints, stop, lock.confirm, updates_per_step) as run:
+                yield run
+        except asyncio.CancelledError:
+            if not stop.aborted:
+                raise
+            checkpoints.discard_partial()
+            saved = checkpoints.resumable()
+            rest = f"{_continuing(config)} from {saved[-1]}" if saved else "nothing was saved yet"
+            sys.exit(f"stopped at once by {stop.requested}; {rest}")
+
+
+@asynccontextmanager
+async def _start(
+    config: RunConfig,
+    run_dir: Path,
+    checkpoints: Checkpoints,
+    stop: StopRequest,
+    confirm: Callable[[Callable[[], None]], None],
+    updates_per_step: int,
+) -> AsyncIterator["TrainingRun"]:
+    config, fitted = fit_to_machine(config)
+    sets = load_question_sets(config.data)
+    sampler = QuestionSampler(len(sets.train), config.seed, config.data.shuffle)
+    resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
+    folder, state, changes = resumed if resumed else (None, {"step": 0}, {})
+    done = state["step"]
+    finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
+    if finished:
+        print("nothing left to do:", *closing_summary(run_dir, finished), sep="\n")
+        sys.exit(0)
+
+    resume_step = done if resumed else None
+    with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
+        log.note(fitted)
+        if folder and folder != checkpoints.complete()[-1]:
+            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
+        async with (
+            Cluster(config, log.phase, log.note, log.log_restart) as cluster,
+            Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
+        ):
+            if folder:
+                with log.phase("load checkpoint"):
+                    sampler.load_state_dict(state["sampler"])
+                    await cluster.load(folder)
+            with log.phase("first weight sync"):
+                await cluster.sync_weights(done * updates_per_step, verify=True)
+            checkpoints.clear(after=done)  # only now: the run has come as far as starting
+            log.started()
+            log.log_changes(changes)
+            saver.updated(done)
+            await evaluate_team(cluster, log, sets.evaluation, done)
+            stop.polite(log.note)
+            yield TrainingRun(config, cluster, log, saver, sets, sampler, done, updates_per_step, stop, confirm)
+            stop.polite(None)
+            if config.checkpoint.export:
+                with log.phase("export"):
+                    await cluster.export(run_dir / "hf")
+
+
+@dataclass
+class TrainingRun:
+    """A started run, as its steps see it."""
+
+    config: RunConfig  # fitted to the machine
+    cluster: Cluster
+    log: RunLog
+    saver: Saver
+    sets: QuestionSets
+    sampler: QuestionSampler
+    done: int  # steps before this start
+    updates_per_step: int
+    stop: StopRequest
+    confirm: Callable[
+        [Callable[[], None]], None
+    ]  # before a step is written; where that must not be, calls its argument and raises
+    _updates: int = field(init=False)  # that the engines have: the version of their weights
+    _tokens: int = field(init=False)  # that the engines had generated before the step
+
+    def __post_init__(self) -> None:
+        self._updates = self.done * self.updates_per_step
+        self._tokens = self.cluster.generated_tokens
+
+    @property
+    def steps(self) -> range:
+        """The steps to do, counted from 1."""
+        return range(self.done + 1, self.config.steps + 1)
+
+    def draw(self, count: int) -> list[Question]:
+        """The next training questions."""
+        return [self.sets.train[index] for index in self.sampler.draw(count)]
+
+    async def collect(self, questions: list[Question], sampling: Sampling) -> list[Trajectory]:
+        """A group of trajectories for each question."""
+        config = self.config
+        return await self.cluster.collector.collect(
+            questions, config.group_size, sampling, config.algorithm.reward.use_turn_rewards
+        )
+
+    def refuse_unhealthy(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Keep trajectories of which too many are masked from being trained on.
+
+        Raises:
+            UnhealthyRun: they are; they are logged.
+        """
+        problem = refusal(trajectories, self.config.health, f"step {step} is not trained on")
+        if problem:
+            self.confirm(self.log.abandon)
+            records = trajectory_records(trajectories, self.config, self.cluster.collector.tokenizers, refused=True)
+            self.log.log_refused(step, problem, count_causes(trajectories), records)
+            raise UnhealthyRun(problem)
+
+    async def sync_weights(self, step: int) -> None:
+        """Bring the engines to the weights of the update just made; the first step's are verified."""
+        self._updates += 1
+        await self.cluster.sync_weights(self._updates, verify=step == self.steps[0])
+
+    async def finish_step(self, step: int, stages: list[Stage]) -> None:
+        """Log a step, save and evaluate where that is due, and stop where that was asked for.
+
+        Raises:
+            UnhealthyRun: the steps were unhealthy for too long.
+            SystemExit: the run was asked to stop; it is saved.
+        """
+        self.confirm(self.log.abandon)
+        config, log, whole = self.config, self.log, merge_stages(stages)
+        problem = log.log_step(step_record(step, whole, self.cluster.generated_tokens - self._tokens))
+        with log.contained("trajectories"):
+            tokenizers = self.cluster.collector.tokenizers
+            log.log_trajectories(step, trajectory_records(whole.trajectories, config, tokenizers, whole.batch))
+        self.saver.updated(step)
+        last = step == config.steps
+        if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            await self.saver.save()
+        if problem and not last:
+            raise UnhealthyRun(problem)
+        if not self.stop.requested:
+            await self.stop.unless_requested(evaluate_team(self.cluster, log, self.sets.evaluation, step))
+        if self.stop.requested:
+            await self.saver.save()
+            sys.exit(f"stopped by {self.stop.requested} after step {step}; {_continuing(config)} from there")
+        self._tokens = self.cluster.generated_tokens
+
+
+def _continuing(config: RunConfig) -> str:
+    """What goes on from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
+    return "the same command continues" if config.resume == "auto" else "the same command without resume=never continues"
