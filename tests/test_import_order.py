@@ -1,33 +1,14 @@
 """The order of imports in pyproject.toml holds: every import, also one within a function, goes down the list."""
 
-import ast
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tools.package_map import imports, modules
+
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-
-
-def modules(package: str) -> dict[str, Path]:
-    """Dotted name -> file."""
-    found = {}
-    for path in (ROOT / package).rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(path: Path, known: set[str]) -> set[str]:
-    """The modules of this repository that a file imports, by their longest known name."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {next((n for n in (name, name.rpartition(".")[0]) if n in known), "") for name in names} - {""}
 
 
 def layer_of(module: str, layers: list[list[str]]) -> int | None:
