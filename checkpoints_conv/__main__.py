@@ -31,7 +31,7 @@ def main(arguments: "list[str] | None" = None) -> int:
         print(f"error: cannot {what}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
 
 

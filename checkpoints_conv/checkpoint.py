@@ -1,7 +1,7 @@
 """A checkpoint of either kind, seen as Hugging Face tensors, and what it is."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from checkpoints_conv.errors import ConversionError
@@ -41,7 +41,7 @@ class Checkpoint:
         self.shapes = self.mapping.hf_shapes()
         if self.megatron:
             reader = DistReader(folder, self.mapping)
-            self._read = reader.read
+            self._read: Callable[[str], Iterable[tuple[str, list[Block]]]] = reader.read
             self.dtypes = {hf_name: reader.dtype(name) for name, entry in self.mapping.entries.items() for hf_name in entry.hf}
         else:
             source = HfFolder(folder)

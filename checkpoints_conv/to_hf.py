@@ -35,7 +35,7 @@ def to_hf(
         raise ConversionError(f"{megatron} is not a directory")
     if not is_dist_checkpoint(megatron):
         instead = "it is a Hugging Face folder" if (megatron / "config.json").is_file() else "it lacks metadata.json or .metadata"
-        raise ConversionError(f"{megatron} is no complete Megatron distributed checkpoint: {instead}")
+        raise ConversionError(f"{megatron} is not a complete Megatron distributed checkpoint: {instead}")
     files = fingerprint(megatron)
     side = side_files(megatron, hf_files)
     config = read_config(side)
@@ -57,13 +57,13 @@ def to_hf(
         "shard": max_shard_bytes,
     }
     staging = Staging(out, job, total)
-    with staging.writing() as beside, byte_progress(f"{megatron.name} -> Hugging Face", total) as advance:
+    with staging.writing() as temp_path, byte_progress(f"{megatron.name} -> Hugging Face", total) as advance:
         shards = plan_shards(entries, max_shard_bytes)
-        paths = [beside / name for name in shard_names(len(shards))]
+        paths = [temp_path / name for name in shard_names(len(shards))]
 
         run_parallel(lambda job: _write_shard(*job, reader, dtype), zip(paths, shards, strict=True), advance)
-        write_index(beside, shards)
-        copy_side_files(side, beside, dtype or reader.dtype(EMBEDDING_NAME))
+        write_index(temp_path, shards)
+        copy_side_files(side, temp_path, dtype or reader.dtype(EMBEDDING_NAME))
         check_unchanged(megatron, files)
         staging.finish()
 

@@ -23,7 +23,7 @@ def to_megatron(hf: Path, out: Path, dtype: Dtype | None = None, allow_pickle: b
     """Convert a Hugging Face folder.
 
     The result loads with `megatron.core.dist_checkpointing.load` under any tensor, pipeline, virtual-pipeline, expert and
-    data-parallel layout and under either layer spec.  Its folder `hf` keeps what `to_hf` needs beside the weights.
+    data-parallel layout and under either layer spec.  Its folder `hf` keeps what `to_hf` needs in addition to the weights.
 
     Args:
         dtype: of the result; None: as stored.
@@ -42,11 +42,11 @@ def to_megatron(hf: Path, out: Path, dtype: Dtype | None = None, allow_pickle: b
     job = {"operation": "to-megatron", "source": str(hf.resolve()), "files": files, "dtype": str(dtype)}
     total = sum(math.prod(entry.rule.megatron_shape(spec)) * dtypes[name].bytes for name, entry in mapping.entries.items())
     staging = Staging(out, job, total)
-    with staging.writing() as beside, byte_progress(f"{hf.name} -> Megatron", total) as advance:
-        DistWriter(beside, mapping, dtypes, folder).write(advance)
-        (beside / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
-        (beside / HF_FILES).mkdir(exist_ok=True)
-        copy_side_files(hf, beside / HF_FILES)
+    with staging.writing() as temp_path, byte_progress(f"{hf.name} -> Megatron", total) as advance:
+        DistWriter(temp_path, mapping, dtypes, folder).write(advance)
+        (temp_path / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
+        (temp_path / HF_FILES).mkdir(exist_ok=True)
+        copy_side_files(hf, temp_path / HF_FILES)
         check_unchanged(hf, files)
         staging.finish()
 

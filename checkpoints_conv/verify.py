@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import filesize
@@ -108,7 +109,7 @@ def _config_differences(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
             yield f"config: {key} is {ours[key]} in {left.folder}, {theirs[key]} in {right.folder}"
 
 
-def _tensor_differences(left: Checkpoint, right: Checkpoint, total) -> "Iterator[tuple[str | None, int]]":
+def _tensor_differences(left: Checkpoint, right: Checkpoint, total: Any) -> "Iterator[tuple[str | None, int]]":
     """(What differs or None, bytes compared); `total` takes in every tensor of the left side."""
     for name in sorted(left.shapes.keys() ^ right.shapes.keys()):
         yield f"{name}: only in {(left if name in left.shapes else right).folder}", 0

@@ -109,6 +109,13 @@ class TurnBatch(TokenBatch):
     state: Tensor | None = None  # int64 [R], equal where calls had the same prompt (GiGPO's anchor)
     reference_logprobs: Tensor | None = None  # float32 [T'], under the frozen reference policy
     advantages: Tensor | None = None  # float32 [T']
-    token_weights: Tensor | None = None  # float32 [T'], weight of each token's loss; they carry every normalisation
+    token_weights: Tensor | None = None  # float32 [T'], weight of each token's loss; they carry every normalization
+
+    def filled(self, column: str) -> Tensor:
+        """An optional column that must be there; ValueError if it is not."""
+        values = getattr(self, column)
+        if values is None:
+            raise ValueError(f"the batch has no column {column}")
+        return values
 
     response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")

@@ -3,7 +3,7 @@
 checkpoints/step_000010/state.json     step, data cursor, whether the steps up to it were healthy, the configuration that made it
 checkpoints/step_000010/<policy>/      the actor: weights, optimizer, learning-rate schedule, RNG
 checkpoints/passed_over_step_000020/   one that was newer than the healthy one from which the run went on
-checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it goes on from the newest healthy one
+checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it continues from the newest healthy one
 """
 
 import json
@@ -22,7 +22,7 @@ from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.records import CHECKPOINT
 from megatron_drmas.observability.run_log import RunLog
 
-# What may change when a run goes on from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
+# What may change when a run continues from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
 # where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
 # what it is.  An entry that ends with a dot is a whole section.
 MAY_CHANGE = (
@@ -87,7 +87,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
 
     def resumable(self) -> list[Path]:
-        """Complete checkpoints from which the run may go on, oldest first: not those newer than the newest healthy one, if
+        """Complete checkpoints from which the run may continue, oldest first: not those newer than the newest healthy one, if
         the run stopped itself for its health."""
         found = self.complete()
         healthy = self._newest_healthy(found)
@@ -107,10 +107,11 @@ class Checkpoints:
         self._stopped.unlink(missing_ok=True)
 
     def stop_unhealthy(self) -> Path | None:
-        """Remember that the run stopped itself for its health; the checkpoint that it will go on from, if any."""
+        """Remember that the run stopped itself for its health; the checkpoint that it will continue from, if any."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stopped.touch()
-        return (self.resumable() or [None])[-1]
+        resumable = self.resumable()
+        return resumable[-1] if resumable else None
 
     @property
     def _stopped(self) -> Path:
@@ -165,7 +166,7 @@ class Checkpoints:
                 "resume",
                 "auto",
                 f"{found[-1] / 'state.json'} is damaged",
-                "remove that folder to go on from the one before, or use resume=never",
+                "remove that folder to continue from the one before, or use resume=never",
             ) from error
         changes = changed(theirs, config)
         for key, (old, new) in changes.items():
@@ -234,6 +235,7 @@ class Saver:
         if self._done == self._saved:
             return
         state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._saved), "config": self._config}
+        assert self._done is not None, "the actors are in the middle of an update"
         with self._log.phase(CHECKPOINT):
             await self._checkpoints.save(self._done, state, self._write)
         self._saved = self._done

@@ -35,7 +35,7 @@ def command_parser(prog: str, name: str) -> argparse.ArgumentParser:
         action="store_true",
         help="also check the models, the data and the folders that they name, and stop; starts nothing",
     )
-    mode.add_argument("--explain", metavar="KEY", help="say what a key, or every key of a section, means, and stop")
+    mode.add_argument("--explain", metavar="KEY", help="print the meaning of a key, or of every key of a section, and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
@@ -96,7 +96,7 @@ def registries() -> dict[str, list[str]]:
     from megatron_drmas.team.workflow import WORKFLOWS
     from megatron_drmas.weight_sync.transport import TRANSPORTS
 
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "estimator": ESTIMATORS,
         "loss": LOSSES,
         "environment": ENVIRONMENTS,

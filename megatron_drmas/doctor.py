@@ -44,7 +44,7 @@ PRECISIONS = ("fp32", "bf16", "fp8", "fp8_emulated")
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: `ok` is None where a missing piece is no fault."""
+    """One row: `ok` is None where a missing piece is not a fault."""
 
     name: str
     found: str

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_drmas.config.schema import EvaluationConfig, RunConfig
 from megatron_drmas.data.questions import Question
@@ -48,10 +48,10 @@ async def evaluate(
     is left out altogether.  pass@k is over the questions that have all k answers: with fewer, one success is less likely.
     """
     trajectories = await collector.collect(questions, samples, sampling)
-    return summarise(trajectories, step, mode, samples, sampling), trajectories
+    return summarize(trajectories, step, mode, samples, sampling), trajectories
 
 
-def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int, sampling: Sampling) -> EvaluationRecord:
+def summarize(trajectories: list[Trajectory], step: int, mode: str, samples: int, sampling: Sampling) -> EvaluationRecord:
     """The record of an evaluation whose trajectories are `samples` of each question."""
     of_question: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -81,7 +81,7 @@ def summarise(trajectories: list[Trajectory], step: int, mode: str, samples: int
 
 def share(questions: Collection[list[Trajectory]]) -> Share:
     """Means and standard errors over questions, each with its trajectories."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     for figure in ("reward", "success"):
         means = [sum(float(getattr(answer, figure)) for answer in answers) / len(answers) for answers in questions]
         found[figure] = sum(means) / len(means) if means else math.nan
@@ -141,8 +141,8 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
     async with Cluster(config, actors=False) as cluster:
         folder.mkdir(parents=True)
         write_atomically(folder / "config.yaml", to_yaml(config))
-        for mode, *how in evaluation_modes(config.evaluation):
-            record, trajectories = await evaluate(cluster.collector, questions, 0, mode, *how)
+        for mode, samples, sampling in evaluation_modes(config.evaluation):
+            record, trajectories = await evaluate(cluster.collector, questions, 0, mode, samples, sampling)
             kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
             write_atomically(folder / f"trajectories_{mode}.jsonl", "".join(to_json(plain(found)) + "\n" for found in kept))
             problem = refusal(trajectories, config.health, f"the {mode} evaluation does not count")

@@ -87,7 +87,7 @@ class RunLock:
         found = self._read()
         if found != self._record:
             lost()
-            raise RunLockLost(f"{self._folder} has been taken by {_called(found)}; this run must not go on")
+            raise RunLockLost(f"{self._folder} has been taken by {_called(found)}; this run must not continue")
 
     def _flock(self) -> bool:
         """Take the kernel's lock; whether the file system has such locks."""

@@ -67,7 +67,7 @@ def validate(config: SftConfig, files: bool = True, machine: bool = True) -> lis
         machine: also check that this machine has the GPUs; otherwise that it lacks them is a warning.
 
     Returns:
-        What is no error and should be said, a line each.
+        What is not an error and should be said, a line each.
 
     Raises:
         ConfigError: the first setting that cannot work.

@@ -90,14 +90,14 @@ def _reported(trajectories: list[Trajectory]) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for key, value in trajectory.outcome.info.items() if trajectory.outcome else ():
-            if isinstance(value, Real) and abs(value) <= sys.float_info.max:
+            if isinstance(value, Real) and abs(value) <= sys.float_info.max:  # type: ignore[operator]
                 found[str(key)].append(float(value))
     return {key: _mean(values) for key, values in found.items()}
 
 
 def _zero_advantages(batch: TurnBatch) -> dict[str, list[int]]:
     """Of every agent, its rows without an advantage and all of those that learn."""
-    zero = batch.advantages[batch.response_offsets[:-1]].abs() <= ZERO
+    zero = batch.filled("advantages")[batch.response_offsets[:-1]].abs() <= ZERO
     counts = {}
     for index, name in enumerate(batch.agents):
         rows = (batch.agent == index) & batch.trainable
@@ -109,10 +109,10 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
     rows = batch.select(batch.agent == agent)
     if not len(rows):
         return {"calls_per_trajectory": 0.0}
-    advantages = rows.advantages[rows.response_offsets[:-1]]
+    advantages = rows.filled("advantages")[rows.response_offsets[:-1]]
     return {
         "reward": rows.reward.double().mean().item(),
-        "own_reward": rows.turn_reward.double().mean().item(),
+        "own_reward": rows.filled("turn_reward").double().mean().item(),
         "advantage_mean": advantages.mean().item(),
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
@@ -133,7 +133,7 @@ def merge_stages(stages: list[Stage]) -> Stage:
     first = stages[0].batch
     rows = collate(trajectories, first.agents, first.policies, set())
     rows.trainable = torch.cat([stage.batch.trainable for stage in stages])
-    rows.advantages = torch.cat([stage.batch.advantages for stage in stages])
+    rows.advantages = torch.cat([stage.batch.advantages for stage in stages if stage.batch.advantages is not None])
     metrics: dict[str, dict] = {}
     for stage in stages:
         metrics = merge_metrics(metrics, stage.metrics)
@@ -205,9 +205,9 @@ def trajectory_records(
             logprob_min=min(turn.logprobs),
         )
         row = row_of.get((number, turn.index))
-        if row is not None:
+        if batch is not None and scores is not None and row is not None:
             record.trained, record.score = bool(batch.trainable[row]), scores[row]
-            record.advantage = batch.advantages[batch.response_offsets[row]].item()
+            record.advantage = batch.filled("advantages")[batch.response_offsets[row]].item()
         if settings.token_ids:
             record.prompt_ids, record.response_ids, record.logprobs = turn.prompt_ids, turn.token_ids, turn.logprobs
         return record

@@ -3,7 +3,7 @@
     python -m megatron_drmas.train [--config-name NAME] [key=value …]
 
 Each step draws questions, lets the team run its workflow several times on each, turns the returns into advantages that
-are normalised with each agent's own statistics (arXiv 2602.08847), gives every policy the rows its agents produced, and
+are normalized with each agent's own statistics (arXiv 2602.08847), gives every policy the rows its agents produced, and
 brings the engines to the new weights.
 """
 

@@ -81,13 +81,13 @@ async def _start(
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
         log.note(fitted)
-        if resumed and folder != checkpoints.complete()[-1]:
+        if folder and folder != checkpoints.complete()[-1]:
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
             Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
         ):
-            if resumed:
+            if folder:
                 with log.phase("load checkpoint"):
                     sampler.load_state_dict(state["sampler"])
                     await cluster.load(folder)

@@ -43,7 +43,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         machine: also check that this machine has what the run needs; otherwise what it lacks is a warning.
 
     Returns:
-        What is no error and should be said, a line each.
+        What is not an error and should be said, a line each.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -233,7 +233,7 @@ def _check_team(config: RunConfig) -> None:
         if list(roles.values()).count(role) > 1:
             names = [name for name in roles if roles[name] == role]
             raise ConfigError(
-                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent a role of its own"
+                f"team.agents.{names[1]}.role", role, f"is the role of {names[0]!r} too", "give each agent its own role"
             )
     for name, agent in agents.items():
         key = f"team.agents.{name}"

@@ -22,7 +22,7 @@ from megatron_drmas.team.tool import Tool
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure, Turn
 
 logger = logging.getLogger(__name__)
-MOST_CALLS = 64  # of a rehearsal
+MAX_CALLS = 64  # of a rehearsal
 MADE_UP = {list: ["1"], dict: {}, bool: False, int: 1, float: 1.0, type(None): None}  # results of tools; others return "1"
 
 
@@ -111,7 +111,7 @@ def rehearse(team: Team, tools: dict[str, Tool]) -> dict[str, list[list[dict[str
 
 
 class _Enough(Exception):
-    """Ends a rehearsal that goes on."""
+    """Ends a rehearsal that would run forever."""
 
 
 class _Rehearsal:
@@ -124,7 +124,7 @@ class _Rehearsal:
         self._calls: Counter = Counter()
 
     async def call(self, role: str, **variables: Any) -> Turn:
-        if self._calls.total() == MOST_CALLS:
+        if self._calls.total() == MAX_CALLS:
             raise _Enough
         agent = self._team.of_role(role)
         try:
@@ -155,7 +155,7 @@ class _Rehearsal:
     async def tool(self, name: str, **arguments: Any) -> Any:
         """Something of the type that the tool says it returns."""
         kind = self._tools[name].hints.get("return")
-        return MADE_UP.get(get_origin(kind) or kind, "1")
+        return MADE_UP.get(get_origin(kind) or kind or str, "1")
 
     async def grade(self, answer: str | None) -> float:
         return 0.0

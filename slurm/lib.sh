@@ -43,7 +43,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
     print(probe.getsockname()[0])' "$1"
 }
 
-# ray_node RANK NODES: one node's Ray in the foreground, until told to end; runs inside a job step.
+# ray_node RANK NODES: one node's Ray in the foreground, until it is signaled; runs inside a job step.
 ray_node() {
   local rank=$1 ports=$((10000 / $2)) options=(--disable-usage-stats --log-style=record --log-color=false --block)
   # Ray's processes take no CPU share here; the count sizes its pool of idle workers.  Each node has worker ports of its

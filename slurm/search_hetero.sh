@@ -23,7 +23,7 @@
 #   sbatch slurm/search_hetero.sh --config-name search_hetero_8xh100
 #
 # Ten minutes before the time limit, or when preempted with a signal, the job finishes its step, saves, and queues itself
-# again; a run goes on from its last checkpoint.  Not run on a GPU yet.
+# again; a run continues from its last checkpoint.  Not run on a GPU yet.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -e "$ROOT/slurm/lib.sh" ] || ROOT=${SLURM_SUBMIT_DIR:-} # Slurm runs a copy of this file

@@ -130,7 +130,7 @@ def test_what_may_not_change_is_refused_by_its_key_and_both_values(checkpoints, 
 
 
 def test_every_key_that_may_change_exists(configured):
-    """A misspelled entry would refuse for ever what it names."""
+    """A misspelled entry would refuse forever what it names."""
     config = configured()
     policy = config["policies"]["qwen2"]
     for allowed, where in ((MAY_CHANGE, config), (OF_A_POLICY, policy)):
@@ -147,7 +147,7 @@ def test_a_policy_named_like_a_section_is_still_a_policy(checkpoints):
     assert checkpoints.latest({"policies": {"steps": {"model": "a", "optimizer": {"lr": 2.0}}}})[2] == {
         "policies.steps.optimizer.lr": (1.0, 2.0)
     }
-    with pytest.raises(ConfigError, match="policies.steps.model"):
+    with pytest.raises(ConfigError, match=r"policies.steps.model"):
         checkpoints.latest({"policies": {"steps": {"model": "b", "optimizer": {"lr": 1.0}}}})
 
 
@@ -164,7 +164,7 @@ def test_values_that_a_recipe_interpolates_are_no_settings_of_their_own(checkpoi
 
 def test_fewer_steps_than_were_done_are_refused(checkpoints):
     save(checkpoints, 10, {"steps": 32})
-    with pytest.raises(ConfigError, match="steps = 8: .* has 10 already"):
+    with pytest.raises(ConfigError, match=r"steps = 8: .* has 10 already"):
         checkpoints.latest({"steps": 8})
     assert checkpoints.latest({"steps": 10})[2] == {"steps": (32, 10)}
 
@@ -186,7 +186,7 @@ def test_the_newest_healthy_one_outlives_any_number_of_others(tmp_path_factory, 
     newest = max((step for step, healthy in enumerate(healths, 1) if healthy), default=None)
     recent = list(range(max(1, len(healths) - keep + 1), len(healths) + 1))
     assert steps == sorted({*recent} | ({newest} if newest else set()))
-    assert checkpoints.latest({})[1]["step"] == len(healths), "a run that was interrupted goes on from where it was"
+    assert checkpoints.latest({})[1]["step"] == len(healths), "a run that was interrupted continues from where it was"
     assert checkpoints.stop_unhealthy() == checkpoints.latest({})[0]
     went_on = checkpoints.latest({})[1]["step"]
     assert went_on == (newest or len(healths)), "one that stopped itself goes back to when it was well"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_drmas.data.questions import Question
-from megatron_drmas.evaluate import summarise
+from megatron_drmas.evaluate import summarize
 from megatron_drmas.observability.records import SAMPLED, plain
 from megatron_drmas.rollout.collector import FLOAT32_MAX, Sampling
 from megatron_drmas.team.trajectory import Trajectory
@@ -28,7 +28,7 @@ def record(questions, samples):
         for group, rewards in enumerate(questions)
         for sample, reward in enumerate(rewards)
     ]
-    return summarise(made, 3, SAMPLED, samples, SAMPLING)
+    return summarize(made, 3, SAMPLED, samples, SAMPLING)
 
 
 def test_pass_at_k_is_over_the_questions_that_have_all_k():

@@ -1,4 +1,4 @@
-"""A team one of whose policies is a mixture of experts: trained, synchronised with its engine and exported."""
+"""A team one of whose policies is a mixture of experts: trained, synchronized with its engine and exported."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def team(tmp_path_factory, repository) -> Path:
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_goes_through_a_run(team, tmp_path, repository):
-    """Weight decay moves the weights even where nothing is learnt, so that the later update brings other experts."""
+    """Weight decay moves the weights even where nothing is learned, so that the later update brings other experts."""
     settings = (
         "name=moe", f"output_dir={tmp_path}", f"variables.tiny_team={team}", f"policies.qwen2.model={team / 'moe'}",
         "policies.qwen2.parallel.tensor=1", "policies.llama.parallel.pipeline=1", "policies.qwen2.optimizer.lr=0.01",

@@ -130,7 +130,8 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
                 Trajectory(each, group, 0, failure=failures[group], failure_detail="gone") for group, each in enumerate(questions)
             ]
 
-        tokenizers = {}
+        def __init__(self):
+            self.tokenizers = {}
 
     log = SimpleNamespace(
         evaluated=lambda *_: False,

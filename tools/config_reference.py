@@ -38,7 +38,9 @@ def reference() -> str:
 
 def row(key: Key, names: dict[str, list[str]]) -> str:
     """One key as a line of a table."""
-    known, default = key.setting, "required" if key.default == MISSING else f"`{default_text(key.default)}`"
+    known = key.setting
+    assert known is not None, f"{key.path} is declared without setting(...)"
+    default = "required" if key.default == MISSING else f"`{default_text(key.default)}`"
     meaning = [inspect.cleandoc(known.meaning)]
     if known.bounds:
         meaning.append(f"In {known.bounds}.")

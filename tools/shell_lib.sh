@@ -4,7 +4,7 @@
 say() { printf '[%s] %s\n' "${0##*/}" "$*"; }
 die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 1; }
 
-STOP_GRACE_S=${STOP_GRACE_S:-60} # what a command may take to end after it was told to
+STOP_GRACE_S=${STOP_GRACE_S:-60} # what a command may take to end after a signal
 
 # run_group COMMAND…: run COMMAND so that nothing it starts outlives it, and return its exit status.
 # It runs in a session of its own.  INT, TERM, HUP and USR1 that reach this shell go to it; when it does not end within

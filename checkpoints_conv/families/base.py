@@ -74,8 +74,8 @@ MOE = (
 
 # Keys that mark a checkpoint as something else than a plain text decoder, with what to say about them.
 FOREIGN = {
-    "quantization_config": "a quantised checkpoint; convert the original bf16 or fp32 weights",
-    "compression_config": "a quantised checkpoint; convert the original bf16 or fp32 weights",
+    "quantization_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
+    "compression_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
     "vision_config": "a multimodal checkpoint; only text decoders are supported",
     "audio_config": "a multimodal checkpoint; only text decoders are supported",
     "text_config": "a multimodal checkpoint; only text decoders are supported",
@@ -91,7 +91,7 @@ SIZES = (
     "max_position_embeddings",
 )
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-MOST_LAYERS, MOST_EXPERTS = 1000, 1024  # far more than any model has; each becomes names of tensors before one is read
+MAX_LAYERS, MAX_EXPERTS = 1000, 1024  # far more than any model has; each becomes names of tensors before one is read
 
 # What megatron.core's RotaryEmbedding._apply_scaling fixes.
 MEGATRON_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -118,7 +118,7 @@ class Family:
     moe: bool = False  # every layer is a mixture of experts
     llama3_rope: bool = False  # the family comes with Llama 3 RoPE scaling
     fixed: dict[str, Any] = field(default_factory=dict)  # attributes that must have this value
-    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, beside `keys.READ` and those of `fixed`
+    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, in addition to `keys.READ` and those of `fixed`
     neutral: dict[str, tuple] = field(default_factory=dict)  # exceptions from `keys.NEUTRAL`
 
     def model_spec(self, config: dict) -> ModelSpec:
@@ -155,7 +155,7 @@ class Family:
         theta, factor = self._rope(config, understood.rope_parameters)
         return ModelSpec(
             architecture=self.architecture,
-            layers=whole(values, "num_hidden_layers", most=MOST_LAYERS),
+            layers=whole(values, "num_hidden_layers", most=MAX_LAYERS),
             hidden=hidden,
             heads=heads,
             kv_groups=groups,
@@ -190,7 +190,7 @@ class Family:
             )
 
     def _rope(self, config: dict, rope: dict) -> tuple[float, float | None]:
-        """RoPE base and Llama 3 factor of transformers' standardised `rope_parameters`."""
+        """RoPE base and Llama 3 factor of transformers' standardized `rope_parameters`."""
         self._check_one_rope(config, rope)
         kind = rope.get("rope_type")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -246,11 +246,11 @@ class Family:
         if len(set(given.values())) > 1:
             both = " and ".join(f"{key}={value}" for key, value in given.items())
             raise ConversionError(f"config.json has {both}; remove one")
-        experts, chosen = whole(values, "num_experts", most=MOST_EXPERTS), whole(values, "num_experts_per_tok")
-        normalise = flag(values, "norm_topk_prob")
+        experts, chosen = whole(values, "num_experts", most=MAX_EXPERTS), whole(values, "num_experts_per_tok")
+        normalize = flag(values, "norm_topk_prob")
         if chosen > experts:
             raise ConversionError(f"config.json has num_experts_per_tok={chosen}, but {experts} experts")
-        if chosen == 1 and normalise:
+        if chosen == 1 and normalize:
             raise ConversionError(
                 "config.json has num_experts_per_tok=1 with norm_topk_prob=true: Megatron-Core has no router that gives its one "
                 "expert weight 1; only norm_topk_prob=false is supported with one expert a token"
@@ -259,7 +259,7 @@ class Family:
             "experts": experts,
             "experts_per_token": chosen,
             "expert_ffn": whole(values, "moe_intermediate_size"),
-            "normalise_experts": normalise,
+            "normalize_experts": normalize,
         }
 
 
@@ -274,7 +274,7 @@ def _check_layer_types(kinds: list) -> None:
 
 def _check_sizes(config: dict) -> None:
     """Sizes that stand in a config.json, before transformers makes lists of that length or divides by them."""
-    most = {"num_hidden_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS, "num_local_experts": MOST_EXPERTS}
+    most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "num_local_experts": MAX_EXPERTS}
     for key in (*SIZES, "head_dim", *EXPERTS, "num_local_experts"):
         if config.get(key) is not None and key != "norm_topk_prob":
             whole(config, key, most=most.get(key, 2**31))

@@ -26,7 +26,7 @@ def config_class(model_type: str, name: str) -> type:
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
-    """The config object that transformers makes of the contents of a config.json, RoPE standardised as its models do it.
+    """The config object that transformers makes of the contents of a config.json, RoPE standardized as its models do it.
 
     Raises:
         ConversionError: transformers refuses the config; its words, which name the key.
@@ -62,7 +62,7 @@ def _import_without_torch(module: str) -> ModuleType:
         torch, advice = sys.modules.get("torch", _ABSENT), os.environ.get(ADVICE, _ABSENT)
         whole = _take_transformers()
         handlers = list(logging.getLogger("transformers").handlers)
-        sys.modules.update(_private, torch=None)
+        sys.modules.update(_private, torch=None)  # type: ignore[call-overload]  # None: an import fails
         os.environ[ADVICE] = "1"  # not that there is no torch
         try:
             importlib.import_module(module)

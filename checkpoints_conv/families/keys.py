@@ -198,7 +198,7 @@ def check_unread_keys(
 
     Args:
         config: the contents of config.json.
-        read: keys that the family reads beside `READ`.
+        read: keys that the family reads in addition to `READ`.
         neutral: the family's own exceptions from `NEUTRAL`.
         defaults: fields of transformers' config class with their defaults.
 

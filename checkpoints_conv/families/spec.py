@@ -27,7 +27,7 @@ class ModelSpec:
     experts: int = 0  # 0: dense
     experts_per_token: int = 0
     expert_ffn: int = 0
-    normalise_experts: bool = True  # the chosen experts' probabilities are renormalised to sum to 1
+    normalize_experts: bool = True  # the chosen experts' probabilities are renormalized to sum to 1
 
     @property
     def q_size(self) -> int:
@@ -47,7 +47,7 @@ class ModelSpec:
                 "num_moe_experts": self.experts,
                 "moe_router_topk": self.experts_per_token,
                 "moe_ffn_hidden_size": self.expert_ffn,
-                "moe_router_pre_softmax": not self.normalise_experts,
+                "moe_router_pre_softmax": not self.normalize_experts,
                 "moe_router_load_balancing_type": "none",
                 "moe_router_dtype": "fp32",
             }

@@ -11,7 +11,7 @@ def whole(config: dict, key: str, default: int | None = None, most: int = 2**31)
     """A size; `default` where the config has none or null.
 
     Raises:
-        ConversionError: names the key that is missing, or whose value is no whole number from 1 to `most`.
+        ConversionError: names the key that is missing, or whose value is not a whole number from 1 to `most`.
     """
     value = _present(config, key, default)
     if type(value) is not int or not 1 <= value <= most:
@@ -23,7 +23,7 @@ def positive(config: dict, key: str) -> float:
     """A factor.
 
     Raises:
-        ConversionError: names the key that is missing, or whose value is no positive number.
+        ConversionError: names the key that is missing, or whose value is not a positive number.
     """
     value = _present(config, key)
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:

@@ -4,6 +4,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy
 import torch
@@ -34,7 +35,7 @@ def complete(folder: Path, units: Sequence[Sequence[Chunk]], objects: Sequence[s
         units: chunks by the file that they lie in.
         objects: keys of the `_extra_state` objects.
     """
-    results = []
+    results: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
     for unit in units:
         end, after = 0, b""  # of the last chunk's bytes, and what follows them
         with BlockFile(folder / unit[0].file) as file:
@@ -65,7 +66,7 @@ class _Frame(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: Any) -> int:
         if len(data) == self._tensor.nbytes and numpy.frombuffer(data, numpy.uint8).ctypes.data == self._tensor.data_ptr():
             self.seen = True
         elif self.seen:
@@ -86,28 +87,28 @@ def frame(chunk: Chunk) -> tuple[bytes, bytes]:
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
     try:
-        torch.save(tensor, file)
+        torch.save(tensor, cast(IO[bytes], file))
     finally:
         torch.serialization.set_crc32_options(checksums)
     longest = max(len(file.before), len(file.after))
     if not file.seen or longest > FRAME_BYTES:
         raise ConversionError(
-            f"torch {torch.__version__} saves a tensor with {longest} bytes beside its own, for which {FRAME_BYTES} are kept"
+            f"torch {torch.__version__} saves a tensor with {longest} bytes around its data; {FRAME_BYTES} are reserved"
         )
     return bytes(file.before), bytes(file.after)
 
 
-def _saved(value) -> bytes:
+def _saved(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def _write_metadata(folder: Path, chunks: Sequence[Chunk], objects: Sequence[str], results: Sequence[tuple]) -> None:
-    metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {key: BytesStorageMetadata() for key in objects}
+    tensors: dict[str, TensorStorageMetadata] = {}
     for chunk in chunks:
         properties = TensorProperties(dtype=torch_dtype(chunk.dtype))
-        whole = metadata.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.size), []))
+        whole = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.size), []))
         whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
     numbers: Counter[str] = Counter()  # chunks of each key
     written = []
@@ -115,4 +116,6 @@ def _write_metadata(folder: Path, chunks: Sequence[Chunk], objects: Sequence[str
         index = MetadataIndex(key) if offsets is None else MetadataIndex(key, torch.Size(offsets), numbers[key])
         numbers[key] += 1
         written.append(WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(file, start, length)))
-    FileSystemWriter(folder, sync_files=False).finish(Metadata(metadata), [written])
+    FileSystemWriter(folder, sync_files=False).finish(
+        Metadata({**dict.fromkeys(objects, BytesStorageMetadata()), **tensors}), [written]
+    )

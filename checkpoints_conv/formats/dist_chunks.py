@@ -24,7 +24,7 @@ from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock, r
 DAMAGE = (ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 STORAGES = {"FloatStorage": Dtype.F32, "HalfStorage": Dtype.F16, "BFloat16Storage": Dtype.BF16}
-MOST_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
+MAX_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
 
 
 def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tuple[int, ...]) -> Block:
@@ -41,22 +41,22 @@ def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tupl
             raise ValueError("its archive is compressed, which torch.save never does")
         if "byteorder" in entries and _entry(window, entries["byteorder"], 16) != b"little":
             raise ValueError("its numbers are not little-endian")
-        told = _description(plain_pickle.load(_entry(window, entries["data.pkl"], MOST_DESCRIPTION)))
-        if (told.dtype, told.shape) != (dtype, shape):
-            raise ValueError(f"it holds {told.dtype} {list(told.shape)}, the metadata says {dtype} {list(shape)}")
+        description = _description(plain_pickle.load(_entry(window, entries["data.pkl"], MAX_DESCRIPTION)))
+        if (description.dtype, description.shape) != (dtype, shape):
+            raise ValueError(f"it holds {description.dtype} {list(description.shape)}, the metadata says {dtype} {list(shape)}")
         elements = entries["data/0"].file_size // dtype.bytes
-        if told.last >= elements:
+        if description.last >= elements:
             raise EOFError(f"a tensor of {list(shape)} has a storage of {elements} elements")
         start = _start(window, entries["data/0"])
         window.content(start, 0, elements * dtype.bytes)
-        if told.strides == _contiguous(shape):
-            return FileBlock(shape, dtype, path, offset + start + told.first * dtype.bytes)
-        count = told.last + 1 - told.first
-        storage = window.content(start + told.first * dtype.bytes, count * dtype.bytes)
-    elements = numpy.frombuffer(storage, f"V{dtype.bytes}")
-    strides = [stride * dtype.bytes for stride in told.strides]
-    tensor = numpy.ascontiguousarray(numpy.lib.stride_tricks.as_strided(elements, shape, strides, writeable=False))
-    return MemoryBlock(shape, dtype, memoryview(tensor.reshape(-1).view(numpy.uint8)))
+        if description.strides == _contiguous(shape):
+            return FileBlock(shape, dtype, path, offset + start + description.first * dtype.bytes)
+        count = description.last + 1 - description.first
+        storage = window.content(start + description.first * dtype.bytes, count * dtype.bytes)
+    flat = numpy.frombuffer(storage, f"V{dtype.bytes}")
+    strides = [stride * dtype.bytes for stride in description.strides]
+    tensor = numpy.ascontiguousarray(numpy.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False))
+    return MemoryBlock(shape, dtype, tensor.reshape(-1).view(numpy.uint8).data)
 
 
 class _Window(io.RawIOBase):
@@ -82,7 +82,7 @@ class _Window(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
         data = os.pread(self._descriptor, count, self._offset + self._at)
         buffer[: len(data)] = data
@@ -140,7 +140,7 @@ class _Description:
 
 def _description(value: Any) -> _Description:
     """Raises:
-    ValueError: it is no plain tensor.
+    ValueError: it is not a plain tensor.
     """
     if isinstance(value, Made) and value.name == "_rebuild_parameter":
         value = value.arguments[0]

@@ -64,18 +64,18 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
-    told = _state(metadata, "Metadata", "MCoreMetadata")
+    stored_index = _state(metadata, "Metadata", "MCoreMetadata")
     where: dict[tuple[str, tuple[int, ...]], Where] = {}
-    for index, info in told["storage_data"].items():
+    for index, info in stored_index["storage_data"].items():
         index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         if index.get("offset") is not None:  # of a tensor; what is None may be left out
             key, file = index["fqn"], info["relative_path"]
             start, length = _numbers([info["offset"], info["length"]])
             if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-                raise ValueError("it names a data file that is none in its folder")
+                raise ValueError("it names a data file outside its folder")
             transformed = bool(info.get("transform_descriptors"))
             where[_text(key), _numbers(index["offset"])] = Where(file, start, length, transformed)
-    for key, stored in told["state_dict_metadata"].items():
+    for key, stored in stored_index["state_dict_metadata"].items():
         if isinstance(stored, Made) and stored.name == "BytesStorageMetadata":
             continue
         stored = _state(stored, "TensorStorageMetadata")
@@ -113,5 +113,5 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("a key is no text")
+        raise ValueError("a key is not text")
     return value

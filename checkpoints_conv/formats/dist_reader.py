@@ -88,7 +88,7 @@ class DistReader:
         for chunk, box in parts:
             data = self._block(place.key, chunk).read()
             target[box.within(wanted)] = numpy.frombuffer(data, target.dtype).reshape(chunk.sizes)[box.within(chunk)]
-        return [MemoryBlock(shape, dtype, memoryview(target.reshape(-1).view(numpy.uint8)))]
+        return [MemoryBlock(shape, dtype, target.reshape(-1).view(numpy.uint8).data)]
 
     def _whole_rows(self, key: str, chunk: StoredChunk, box: "_Box", rows: int) -> Block:
         """The rows of a box that lie one after the other in its chunk."""
@@ -103,7 +103,7 @@ class DistReader:
         """All of a stored chunk."""
         at, where = chunk.where, f"{key!r} {list(chunk.offsets)}"
         if at is None:
-            raise ConversionError(f"{self.folder / '.metadata'} does not say where {where} lies")
+            raise ConversionError(f"{self.folder / '.metadata'} does not say where {where} is stored")
         if at.transformed:
             raise ConversionError(
                 f"{self.folder / at.file} is compressed or otherwise transformed at {where}; only plain files are read"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class HfFolder:
 
     Raises (on construction):
         ConversionError: no weights, a truncated shard, an index that disagrees with its shards, or a dtype other than
-            float32, float16 and bfloat16 (quantised weights); the message names file and tensor.
+            float32, float16 and bfloat16 (quantized weights); the message names file and tensor.
     """
 
     def __init__(self, folder: str | Path, allow_pickle: bool = False):
@@ -136,7 +136,7 @@ class HfFolder:
             raise ConversionError(f"{path} has no weight_map")
         for tensor, shard in index.items():
             if not isinstance(shard, str) or Path(shard).name != shard or not (self.folder / shard).is_file():
-                raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which does not exist beside it")
+                raise ConversionError(f"{path} puts {tensor!r} in {shard!r}, which is not in the same folder")
         return index
 
     def _add_safetensors(self, shard: str) -> None:
@@ -159,13 +159,13 @@ class HfFolder:
             self._add(shard, name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
         self._block[shard] = lambda name: block_of(tensors[name])
 
-    def _add(self, shard: str, name: str, shape, dtype: str) -> None:
+    def _add(self, shard: str, name: str, shape: Sequence[int], dtype: str) -> None:
         if name in self.file_of:
             raise ConversionError(f"{self.folder}: tensor {name!r} is in both {self.file_of[name]!r} and {shard!r}")
         known = [each for each in Dtype if dtype in (each.name, each.value)]
         if not known:
             raise ConversionError(
-                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, quantised weights are not"
+                f"{self.folder / shard}: tensor {name!r} has dtype {dtype}; only {NAMES} are converted, quantized weights are not"
             )
         self.file_of[name] = shard
         self.shapes[name] = tuple(shape)

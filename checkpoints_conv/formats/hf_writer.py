@@ -1,4 +1,4 @@
-"""Hugging Face folders on the way out: shards of bounded size, their index, and the files beside the weights."""
+"""Hugging Face folders on the way out: shards of bounded size, their index, and the files next to the weights."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from checkpoints_conv.formats.hf_folder import INDEX, WEIGHTS, read_config
 from checkpoints_conv.formats.safetensors_file import TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
-# What a folder holds beside its weights, by file name in lower case: config, generation config, tokenizer, chat templates,
+# What a folder holds next to its weights, by file name in lower case: config, generation config, tokenizer, chat templates,
 # and what tells people about the model and its license.
 SIDE_FILES = (
     "config.json",
@@ -69,10 +69,10 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
 
 
 def copy_side_files(source: Path, target: Path, dtype: Dtype | None = None) -> None:
-    """Copy config, generation config, tokenizer, chat templates and license; name what else there is beside the weights.
+    """Copy config, generation config, tokenizer, chat templates and license; name what else there is next to the weights.
 
     Args:
-        dtype: of the weights beside them; config.json is rewritten if it names another.
+        dtype: of the weights next to them; config.json is rewritten if it names another.
     """
     left_out = []
     for path in sorted(source.iterdir()):
@@ -102,13 +102,13 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name.lower(), pattern) for pattern in patterns)
 
 
-def replace_folder(beside: Path, folder: Path) -> None:
+def replace_folder(temp_path: Path, folder: Path) -> None:
     """Give a finished folder its name; a folder that has it already is moved away first and then removed."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
-        os.replace(beside, folder)
+        os.replace(temp_path, folder)
         shutil.rmtree(old)
     else:
-        os.replace(beside, folder)
+        os.replace(temp_path, folder)

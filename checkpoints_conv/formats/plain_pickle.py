@@ -61,7 +61,7 @@ def load(data: bytes) -> Any:
                 return value
             _step(name, argument, stack, memo)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise pickle.UnpicklingError(f"it is no pickle of plain values: {error}") from error
+        raise pickle.UnpicklingError(f"it is not a pickle of plain values: {error}") from error
     raise pickle.UnpicklingError("it has no end")
 
 

@@ -25,7 +25,7 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise ConversionError(f"{path} is truncated or damaged: {said}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensors[name], Tensor) for name in tensors):
-        raise ConversionError(f"{path} is no state dict: it must hold tensors by name")
+        raise ConversionError(f"{path} is not a state dict: it must hold tensors by name")
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise ConversionError(

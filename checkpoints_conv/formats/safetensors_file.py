@@ -47,7 +47,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]):
         self.path = path
-        self._beside = path.with_name(path.name + ".part")
+        self._temp_path = path.with_name(path.name + ".part")
         self._entries = {entry.name: entry for entry in entries}
         self._offsets: dict[str, int] = {}
         self.missing = set(self._entries)  # not written yet
@@ -57,8 +57,8 @@ class SafetensorsWriter:
             self._offsets[entry.name] = self._end
             self._end += entry.bytes
         if path.is_file():
-            os.replace(path, self._beside)
-        self._file = BlockFile(self._beside)
+            os.replace(path, self._temp_path)
+        self._file = BlockFile(self._temp_path)
         self._file.put(header, 0)
 
     def write(self, name: str, blocks: Iterable[Block]) -> None:
@@ -70,7 +70,7 @@ class SafetensorsWriter:
         end = at + entry.bytes
         for block in blocks:
             if (block.shape[1:], block.dtype) != (entry.shape[1:], entry.dtype) or at + block.bytes > end:
-                raise ConversionError(f"{self.path}: rows {list(block.shape)} of {block.dtype} are no part of {entry}")
+                raise ConversionError(f"{self.path}: rows {list(block.shape)} of {block.dtype} are not part of {entry}")
             if not self._file.holds(block, at):
                 self._file.copy(block, at)
             at += block.bytes
@@ -84,22 +84,22 @@ class SafetensorsWriter:
             raise ConversionError(f"{self.path}: never written: {', '.join(sorted(self.missing)[:5])}")
         self._file.truncate(self._end)
         self._file.close()
-        os.replace(self._beside, self.path)
+        os.replace(self._temp_path, self.path)
 
 
 def read_blocks(path: Path, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, Dtype]) -> dict[str, FileBlock]:
     """Where tensors lie in a file that the safetensors library has found in order.
 
     Args:
-        shapes, dtypes: of those tensors, as the library tells them.
+        shapes, dtypes: of those tensors, as the library reports them.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(length))
     start = LENGTH_BYTES + length
     return {
-        name: FileBlock(shapes[name], dtypes[name], path, start + told["data_offsets"][0])
-        for name, told in header.items()
+        name: FileBlock(shapes[name], dtypes[name], path, start + entry["data_offsets"][0])
+        for name, entry in header.items()
         if name != METADATA
     }
 

@@ -30,7 +30,7 @@ class Staging:
         """
         Args:
             target: the folder to make; its parent folders are made.
-            job: plain JSON values that identify source and settings; an interrupted conversion goes on only with equal ones.
+            job: plain JSON values that identify source and settings; an interrupted conversion continues only with equal ones.
             needed_bytes: size of the finished folder.
         """
         if os.path.lexists(target):
@@ -67,7 +67,7 @@ class Staging:
         Raises:
             ConversionError: names the file and what the file system said.
         """
-        kept = f"; what is complete was kept in {self.folder}: run the same command again to go on from there"
+        kept = f"; what is complete was kept in {self.folder}: run the same command again to continue from there"
         with self._lock, _explained(self.folder, kept):
             try:
                 yield self.folder
@@ -124,5 +124,5 @@ def check_unchanged(folder: Path, before: dict[str, list[int]]) -> None:
     changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
     if changed:
         raise ConversionError(
-            f"{folder} has changed during the conversion ({', '.join(changed[:5])}); run it again when it is at rest"
+            f"{folder} has changed during the conversion ({', '.join(changed[:5])}); run it again when nothing writes to it"
         )

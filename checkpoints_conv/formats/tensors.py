@@ -58,7 +58,7 @@ def _shaped(data: "bytearray | memoryview", block: Block) -> Tensor:
 
 def block_of(tensor: Tensor) -> MemoryBlock:
     """A tensor in CPU memory as a block; in the same memory if it is contiguous."""
-    data = memoryview(tensor.detach().contiguous().view(torch.uint8).numpy()).cast("B")
+    data = tensor.detach().contiguous().view(torch.uint8).numpy().data.cast("B")
     return MemoryBlock(tuple(tensor.shape), dtype_of(tensor), data)
 
 
@@ -143,7 +143,7 @@ def hf_tensors(mapping: ModelMapping, name: str, shards: Sequence[Tensor]) -> li
     parts = [split(shard, entry.rule, spec) for shard in (shards if dim is not None else shards[:1])]
     result = []
     for hf_name, shape, pieces in zip(entry.hf, entry.rule.shapes(spec), zip(*parts), strict=True):
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0)
         if entry.rule.vocab:
             tensor = tensor[: spec.vocab]
         if tuple(tensor.shape) != shape:

@@ -3,7 +3,7 @@
 `install()` is called once in a process, before Megatron's groups and models are made.  Where a CUDA device is
 present it changes nothing.  Elsewhere it redirects, for this process only, the CUDA calls that Megatron makes
 unconditionally: the current device, moves to the device, factory calls with `device="cuda"`, streams and
-synchronisation, the CUDA random state, and the `torch.cuda.*Tensor` type names that its optimizers compare.  Functions
+synchronization, the CUDA random state, and the `torch.cuda.*Tensor` type names that its optimizers compare.  Functions
 that Megatron compiles for speed run as they are: compiling them on a CPU takes longer than they do, and a compiler.
 """
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -64,7 +65,7 @@ def export_hf_folder(
         shutil.rmtree(temp_path, ignore_errors=True)
         temp_path.mkdir(parents=True)
     own = plan_shards(stage_entries(model_chunks, spec), max_shard_bytes)
-    stages = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     torch.distributed.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
     shards = [shard for stage in stages for shard in stage]
     before = sum(map(len, stages[: parallel_state.get_pipeline_model_parallel_rank()]))
@@ -128,7 +129,7 @@ def _published(live: LiveParameter, mapping: ModelMapping) -> list[str]:
     return [f"{before}.local_experts.{int(number) % local + rank * local}.{after}" for rank in range(ranks)]
 
 
-def _all_gather(tensor: Tensor, size: int, group) -> list[Tensor]:
+def _all_gather(tensor: Tensor, size: int, group: Any) -> list[Tensor]:
     if size == 1:
         return [tensor]
     pieces = [torch.empty_like(tensor) for _ in range(size)]

@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from checkpoints_conv.formats.hf_folder import read_config
 
 SHORT, LONG = 64, 4096 + 256  # tokens
 POSITIONS = 256  # whose log-probs are compared
-MOST_WORK = 2 * 10**11  # parameters x tokens: half a minute on a few CPU cores
+MAX_WORK = 2 * 10**11  # parameters x tokens: half a minute on a few CPU cores
 SCORE_BYTES = 16  # of one attention score: eager attention holds it four times in fp32
 
 
@@ -44,7 +45,7 @@ def affordable_tokens(spec: ModelSpec, parameters: int) -> int:
     """Length of a forward pass: enough to see an attention window of 4096, unless that takes long or too much memory."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4 * parameters
     in_memory = math.isqrt(max(free // 2, 0) // (SCORE_BYTES * spec.heads))
-    return max(min(LONG, spec.max_position, in_memory, MOST_WORK // parameters), min(SHORT, spec.max_position))
+    return max(min(LONG, spec.max_position, in_memory, MAX_WORK // parameters), min(SHORT, spec.max_position))
 
 
 def sample_positions(count: int) -> Tensor:
@@ -57,14 +58,14 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overrides) -> list:
+def build_model(spec: ModelSpec, layers: Any = None, initialize: bool = False, **overrides: Any) -> list:
     """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
 
     Without CUDA, `checkpoints_conv.megatron.cpu.install()` must have been called.
 
     Args:
         layers: Megatron layer spec; None: the local one.
-        initialise: parameters start random; otherwise unset, for a checkpoint to fill.
+        initialize: parameters start random; otherwise unset, for a checkpoint to fill.
         overrides: fields of TransformerConfig.
     """
     from megatron.core import parallel_state
@@ -87,7 +88,7 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks,
         pipeline_dtype=torch.float32,
-        perform_initialization=initialise,
+        perform_initialization=initialize,
         use_cpu_initialization=not torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -120,7 +121,7 @@ def build_model(spec: ModelSpec, layers=None, initialise: bool = False, **overri
     ]
 
 
-def model_logprobs(model: torch.nn.Module, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
+def model_logprobs(model: Any, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
     """Log-probs of a GPTModel that is whole on this pipeline stage, after the tokens at `positions`, float32 [n, vocab]."""
     count = len(tokens)
     mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]  # True: hidden
@@ -142,7 +143,7 @@ def load_dist_checkpoint(chunks: list, folder: Path) -> None:
         chunk.load_state_dict(state[f"model{number}"])
 
 
-def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
+def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -156,7 +157,7 @@ def _hf_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions
     return torch.stack(ways).numpy()
 
 
-def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]):
+def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], positions: list[int]) -> Any:
     warnings.simplefilter("ignore")  # of what Megatron falls back to without a GPU
     from megatron.core import parallel_state, tensor_parallel
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +22,7 @@ def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -
     model's last stage gets its copy.  An optimizer that exists already must be told with `reload_model_params()`.
 
     Args:
-        model_chunks: this rank's GPTModel chunks, inside an initialised Megatron process.
+        model_chunks: this rank's GPTModel chunks, inside an initialized Megatron process.
         hf_dir: folder with config.json and safetensors.
         spec: of that folder's config, and of the model.
 
@@ -90,7 +91,7 @@ def _set(live: LiveParameter, folder: HfFolder, mapping: ModelMapping) -> None:
         live.parameter.copy_(shard)
 
 
-def _gather(value, group) -> list:
-    values = [None] * torch.distributed.get_world_size(group)
+def _gather(value: object, group: Any) -> list:
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values

@@ -73,9 +73,15 @@ class ActorProcess:
 
     def next_bucket(self) -> dict | None:
         """The next bucket: its update info, {} on a rank that only takes part, None when all has been sent."""
-        return self._sender.next_bucket()
+        return self._sending().next_bucket()
 
     def end_send(self) -> dict[str, str]:
         """Free what carried the data; the digests of what this rank sent, by HF name."""
-        self._sender.close()
-        return self._sender.digests
+        sender = self._sending()
+        sender.close()
+        return sender.digests
+
+    def _sending(self) -> "BucketSender":
+        if self._sender is None:
+            raise RuntimeError("begin_send has not been called")
+        return self._sender

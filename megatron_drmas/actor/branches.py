@@ -1,6 +1,7 @@
 """Which packed tokens attend to which: branches of a trie, and their attention in a few batched calls."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,13 +98,13 @@ class _Gather(torch.autograd.Function):
     """Rows of a tensor by index; the gradients of a row that is taken several times are summed in fp32 or wider."""
 
     @staticmethod
-    def forward(ctx, source: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.rows = len(source)
         return source.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         sums = gradient.new_zeros(ctx.rows, *gradient.shape[1:], dtype=wide)
         return sums.index_add_(0, ctx.saved_tensors[0], gradient.to(wide)).to(gradient.dtype), None

@@ -29,7 +29,7 @@ def run_micro_batches(
         What `head` kept of each micro-batch, on the last pipeline stage; elsewhere nothing.
     """
 
-    def forward_step(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel):
+    def forward_step(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
         micro = next(iterator).to(device)
         output = chunk(
             micro.tokens, micro.positions, None, labels=micro.labels, loss_mask=micro.predict, packed_seq_params=micro.packed
@@ -71,7 +71,7 @@ class PolicyHead:
             LossInputs(
                 logprobs=logprobs,
                 engine_logprobs=column(self.batch.engine_logprobs),
-                advantages=column(self.batch.advantages),
+                advantages=column(self.batch.filled("advantages")),
                 token_weights=column(self.token_weights),
                 sequence=sequence.to(logprobs.device),
                 sequences=len(micro.rows),

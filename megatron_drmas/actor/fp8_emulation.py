@@ -1,12 +1,12 @@
 """FP8 linear layers emulated on any machine: what FP8 rounds is rounded, in the arithmetic of the tensors' own type.
 
-Emulated, inside every linear layer of the chosen transformer layers: inputs and weights are quantised to E4M3 and
-output gradients to E5M2, with the scaling recipe's scales, and dequantised before the three matrix products
+Emulated, inside every linear layer of the chosen transformer layers: inputs and weights are quantized to E4M3 and
+output gradients to E5M2, with the scaling recipe's scales, and dequantized before the three matrix products
 (forward, input gradient, weight gradient).  Values beyond the format's range saturate, as Transformer Engine's casts do.
 
 Not emulated: the tensor cores' accumulation order and precision, the power-of-two scales that block-wise FP8 uses
 unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 (which `precision.environment` sets), and FP8 parameters.
-Attention's products, norms, embedding, router and output layer are not quantised, neither here nor by
+Attention's products, norms, embedding, router and output layer are not quantized, neither here nor by
 `precision: fp8`.
 
 Recipes, as in Transformer Engine's documentation of DelayedScaling, Float8CurrentScaling and Float8BlockScaling:
@@ -49,13 +49,13 @@ def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 class TensorwiseScaling:
     """One scale per tensor, from its own largest magnitude."""
 
-    def quantise(self, values: Tensor, slot: int, record: bool) -> Tensor:
+    def quantize(self, values: Tensor, slot: int, record: bool) -> Tensor:
         """`values` [m, k], whose last dimension the product sums over, rounded; `record`: this use is of a training pass."""
         amax = values.detach().abs().amax().float() if values.numel() else torch.zeros(())
         return round_to_fp8(values, scale_for(amax, FORMATS[slot]), FORMATS[slot])
 
     def for_weight_gradient(self, values: Tensor, rounded: Tensor, slot: int) -> Tensor:
-        """The same tensor for the product that sums over its first dimension; `rounded` is `quantise`'s result."""
+        """The same tensor for the product that sums over its first dimension; `rounded` is `quantize`'s result."""
         return rounded
 
 
@@ -70,7 +70,7 @@ class DelayedScaling(TensorwiseScaling):
         self.margin = config.margin
         self.history = torch.zeros(len(FORMATS), config.amax_history_len)
 
-    def quantise(self, values: Tensor, slot: int, record: bool) -> Tensor:
+    def quantize(self, values: Tensor, slot: int, record: bool) -> Tensor:
         self.history = self.history.to(values.device)
         rounded = round_to_fp8(values, scale_for(self.history[slot].amax(), FORMATS[slot], self.margin), FORMATS[slot])
         if record:
@@ -88,7 +88,7 @@ class DelayedScaling(TensorwiseScaling):
 class BlockwiseScaling(TensorwiseScaling):
     """One scale per 128 values along the dimension that the product sums over; weights one per 128 x 128."""
 
-    def quantise(self, values: Tensor, slot: int, record: bool) -> Tensor:
+    def quantize(self, values: Tensor, slot: int, record: bool) -> Tensor:
         return _round_blocks(values, (BLOCK if slot == WEIGHT else 1, BLOCK), FORMATS[slot])
 
     def for_weight_gradient(self, values: Tensor, rounded: Tensor, slot: int) -> Tensor:
@@ -109,7 +109,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scaling: TensorwiseScaling, training: bool) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        rounded_x, rounded_weight = scaling.quantise(flat, INPUT, training), scaling.quantise(weight, WEIGHT, training)
+        rounded_x, rounded_weight = scaling.quantize(flat, INPUT, training), scaling.quantize(weight, WEIGHT, training)
         ctx.save_for_backward(scaling.for_weight_gradient(flat, rounded_x, INPUT), rounded_weight)
         ctx.scaling = scaling
         return (rounded_x @ rounded_weight.t()).view(*x.shape[:-1], weight.shape[0])  # x may be an expert's without a token
@@ -119,7 +119,7 @@ class _Fp8Linear(torch.autograd.Function):
         """Gradients of input and weight from the output's gradient, itself rounded (E5M2) for both products."""
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        rounded = ctx.scaling.quantise(flat, GRADIENT, True)
+        rounded = ctx.scaling.quantize(flat, GRADIENT, True)
         grad_x = (rounded @ weight).view(*gradient.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:

@@ -64,6 +64,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: "PackedSequences | None" = None,
     ) -> Tensor:
         """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
+        assert packed_seq_params is not None and packed_seq_params.branches is not None, "rows are packed"
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)

@@ -19,7 +19,7 @@ from megatron_drmas.kernels.token_logprob import linear_token_logprobs
 def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerConfig:
     """Megatron's configuration of this model in this layout and precision.
 
-    Parameters always start random, also where a checkpoint replaces them: without initialisation Megatron does not
+    Parameters always start random, also where a checkpoint replaces them: without initialization Megatron does not
     mark them as tensor-parallel, and the gradient norm would miss the shards of every rank but the first.
     """
     parallel, dtype, accelerated = settings.policy.parallel, DTYPES[settings.precision.mode], DEVICES[settings.device].accelerated
@@ -40,7 +40,7 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         deallocate_pipeline_outputs=parallel.pipeline > 1,
         use_cpu_initialization=not accelerated,
         deterministic_mode=settings.deterministic and accelerated,
-        # The loss carries its own normalisation: Megatron scales it neither by micro-batches nor by replicas.
+        # The loss carries its own normalization: Megatron scales it neither by micro-batches nor by replicas.
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
@@ -104,7 +104,7 @@ class PolicyModel(GPTModel):
 
 
 def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
-    """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialised groups.
+    """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialized groups.
 
     On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU and for emulated FP8 Megatron's local
     ones with `local_layers`.  The CUDA branch follows Megatron's documented interfaces and is untested on CPU machines.

@@ -1,6 +1,7 @@
 """AdamW under Megatron's (distributed) optimizer, its schedule, and a step that refuses a gradient that is not finite."""
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -123,11 +124,11 @@ def _let_distributed_optimizer_load() -> None:
     if getattr(original, "completes", False):
         return
 
-    def complete(self, model_param, tensors):
+    def complete(self: Any, model_param: Any, tensors: dict) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         present = {key: state[key] for key in ("step",) if key in state and key not in tensors}
         original(self, model_param, {**present, **tensors})
 
-    complete.completes = True
+    complete.completes = True  # type: ignore[attr-defined]
     DistributedOptimizer._set_main_param_and_optimizer_states = complete

@@ -166,6 +166,6 @@ def _moved(value: Any, device: str) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, list):
         return [_moved(item, device) for item in value]
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
     return value

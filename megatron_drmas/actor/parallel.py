@@ -13,7 +13,7 @@ from megatron_drmas.devices import DEVICES
 TIMEOUT = timedelta(minutes=10)
 
 
-def initialise_groups(settings: ActorSettings, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+def initialize_groups(settings: ActorSettings, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
     """Join the policy's process group and divide it; ranks run tensor first, then data, then pipeline.
 
     Raises:

@@ -19,7 +19,7 @@ from megatron_drmas.actor.metrics import UpdateMetrics
 from megatron_drmas.actor.model import build_model, shares_beginnings
 from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
-from megatron_drmas.actor.parallel import destroy_groups, initialise_groups, owns_results, sum_over_ranks
+from megatron_drmas.actor.parallel import destroy_groups, initialize_groups, owns_results, sum_over_ranks
 from megatron_drmas.actor.precision import token_multiple
 from megatron_drmas.actor.reference import ReferencePolicy
 from megatron_drmas.actor.settings import ActorSettings
@@ -51,7 +51,7 @@ class PolicyActor:
         Returns:
             parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank.
         """
-        initialise_groups(self.settings, self.rank, self.world_size, *self.master)
+        initialize_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
         self.model = build_model(self.spec, self.settings)
@@ -98,7 +98,7 @@ class PolicyActor:
         minibatches = plan_minibatches(batch, self.settings.updates_per_batch, generator, self.settings.minibatches_by)
         bounded = self.settings.loss.name == "teamtr"
         old_logprobs = self.token_logprobs(batch) if len(minibatches) > 1 or bounded else None
-        region = self.trust_regions.update(batch, old_logprobs) if bounded else None
+        region = self.trust_regions.update(batch, old_logprobs) if bounded and old_logprobs is not None else None
 
         metrics = UpdateMetrics(len(batch.agents), self.settings.device, self.reference is not None)
         lr = self._lr()
@@ -171,7 +171,7 @@ class PolicyActor:
         save_checkpoint(path, self.model, self.optimizer, self.schedule, parallel, self.trust_regions.state_dict())
 
     def load(self, path: str) -> None:
-        """Restore a checkpoint, of this or another layout; in this layout training goes on bit for bit."""
+        """Restore a checkpoint, of this or another layout; in this layout training resumes bit-exactly."""
         betas = load_checkpoint(path, self.model, self.optimizer, self.schedule, self.settings.policy.parallel)
         self.trust_regions.load_state_dict(betas)
 

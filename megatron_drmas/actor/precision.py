@@ -45,7 +45,7 @@ def check_precision(precision: PrecisionConfig, device: str, layers: int) -> Non
 
 
 def fp8_arguments(precision: PrecisionConfig) -> dict:
-    """What `TransformerConfig` is told for mode fp8; nothing in any other mode."""
+    """`TransformerConfig`'s arguments for mode fp8; none in any other mode."""
     if precision.mode != "fp8":
         return {}
     fp8 = precision.fp8

@@ -1,4 +1,4 @@
-"""What one policy's actor is told: plain data, the same on every rank."""
+"""The settings of one policy's actor: plain data, the same on every rank."""
 
 from dataclasses import dataclass, field
 

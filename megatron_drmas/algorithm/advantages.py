@@ -41,7 +41,7 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     advantage = config.advantage
     check_advantage_config(advantage)
     scores = row_scores(batch, config)
-    if scores.is_cuda and advantage.estimator == "normalised" and advantage.weighting == "step" and not advantage.clip:
+    if scores.is_cuda and advantage.estimator == "normalized" and advantage.weighting == "step" and not advantage.clip:
         group, _ = dense_index(*group_columns(batch, advantage.group_key))
         return agent_advantages(
             scores,

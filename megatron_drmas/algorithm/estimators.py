@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_drmas.algorithm.scores import required_column, score_magnitudes
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AdvantageConfig, AlgorithmConfig
-from megatron_drmas.kernels.agent_advantage import CellStatistics, cell_statistics, normalise
+from megatron_drmas.kernels.agent_advantage import CellStatistics, cell_statistics, normalize
 from megatron_drmas.kernels.segments import dense_index, segment_mean
 
 Estimator = Callable[[Tensor, TurnBatch, AlgorithmConfig], Tensor]
@@ -83,8 +83,8 @@ def sample_statistics(
     return means[unit], cell_statistics(means[unit[row]], cell[row], cells, size[unit[row]])
 
 
-@register_estimator("normalised")
-def normalised(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
+@register_estimator("normalized")
+def normalized(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     """A = (s - mean) / (std + epsilon), with the unbiased std and s as `weighting` has it in the mean's cell.
 
     | mean, std, weighting         | method                                                                |
@@ -102,12 +102,12 @@ def normalised(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Ten
     mean_cell, cells = cell_index(batch, advantage, advantage.mean)
     values, mean = sample_statistics(scores, magnitude, mean_cell, cells, batch.trajectory, advantage.weighting)
     if advantage.std == "none":
-        return normalise(values, mean_cell, mean, None, None, advantage.epsilon)
+        return normalize(values, mean_cell, mean, None, None, advantage.epsilon)
     if advantage.std == advantage.mean:
-        return normalise(values, mean_cell, mean, mean_cell, mean, advantage.epsilon)
+        return normalize(values, mean_cell, mean, mean_cell, mean, advantage.epsilon)
     std_cell, cells = cell_index(batch, advantage, advantage.std)
     _, std = sample_statistics(scores, magnitude, std_cell, cells, batch.trajectory, advantage.weighting)
-    return normalise(values, mean_cell, mean, std_cell, std, advantage.epsilon)
+    return normalize(values, mean_cell, mean, std_cell, std, advantage.epsilon)
 
 
 @register_estimator("rloo")
@@ -135,34 +135,34 @@ def rloo(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 def reinforce_pp_baseline(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     """A = (d - mean(d)) / (std(d) + epsilon), d = s - mean of the row's cell (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    The second normalisation runs over the whole batch: over all its rows (std = group), over its rows of the same
+    The second normalization runs over the whole batch: over all its rows (std = group), over its rows of the same
     agent (std = agent), or not at all (std = none).  With trajectory weighting it is d that is replaced by its trajectory's
     mean over these.  Its spread is judged against the magnitude of the scores, not of what the first step left of them.
     """
     advantage, magnitude = config.advantage, score_magnitudes(batch, config)
     cell, cells = cell_index(batch, advantage, advantage.mean)
     values, baseline = sample_statistics(scores, magnitude, cell, cells, batch.trajectory, advantage.weighting)
-    centred = normalise(values, cell, baseline, None, None, advantage.epsilon)
+    centred = normalize(values, cell, baseline, None, None, advantage.epsilon)
     if advantage.std == "none":
         return centred
     scope, scopes = dense_index(batch.agent if advantage.std == "agent" else torch.zeros_like(batch.agent))
     trajectory, _ = dense_index(batch.group, batch.trajectory)
     values, whole = sample_statistics(centred, magnitude, scope, scopes, trajectory, advantage.weighting)
-    return normalise(values, scope, whole, scope, whole, advantage.epsilon)
+    return normalize(values, scope, whole, scope, whole, advantage.epsilon)
 
 
 @register_estimator("gigpo")
 def gigpo(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     """A = A_episode + w A_step (GiGPO, arXiv 2505.10978, equations 3, 7 and 8).
 
-    A_episode is `normalised`.  A_step normalises the discounted return from each call on among the calls of a group
+    A_episode is `normalized`.  A_step normalizes the discounted return from each call on among the calls of a group
     that started from the same state (the anchor, column `state`), of the same agent where mean or std is agent; whatever
     `weighting` is, each of these calls is a sample of it.
     A call's reward is what its score has beyond the trajectory's return, which is paid once, at the last call.
     """
     advantage = config.advantage
     state = required_column(batch, "state", "algorithm.advantage.estimator = gigpo")
-    episode = normalised(scores, batch, config)
+    episode = normalized(scores, batch, config)
     team = (config.reward.trajectory * batch.reward).double()
     returns = discounted_returns(scores - team, team, batch, advantage.gigpo_discount)
     size = score_magnitudes(batch, config) - team.abs()
@@ -173,7 +173,7 @@ def gigpo(scores: Tensor, batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     if advantage.std != "none":
         std_cell, cells = cell_index(batch, advantage, advantage.std, state)
         std = cell_statistics(returns, std_cell, cells, magnitude)
-    step = normalise(returns, mean_cell, mean, std_cell, std, advantage.epsilon)
+    step = normalize(returns, mean_cell, mean, std_cell, std, advantage.epsilon)
     return episode + advantage.gigpo_weight * step
 
 

@@ -1,12 +1,13 @@
 """The policy loss of packed tokens.
 
-`loss` is a plain sum, sum_t token_weights_t x token_loss_t: every normalisation is in the weights, which
+`loss` is a plain sum, sum_t token_weights_t x token_loss_t: every normalization is in the weights, which
 `token_weights` computes once for a whole mini-batch.  So the gradient of a mini-batch is the sum of the gradients of
 its parts, however it is cut into micro-batches and data-parallel shares; a sequence must stay whole in one part.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def ppo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tens
 
 @register_loss("gspo")
 def gspo(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The surrogate with one length-normalised ratio per sequence, exp(mean_t log ratio_t) (GSPO, arXiv 2507.18071, eq. 5 and 7).
+    """The surrogate with one length-normalized ratio per sequence, exp(mean_t log ratio_t) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
     The paper's bounds are far tighter than PPO's: clip_low 3e-4, clip_high 4e-4.
     """
@@ -106,13 +107,13 @@ def teamtr(inputs: LossInputs, log_ratio: Tensor, config: LossConfig) -> tuple[T
 
 class _HeldExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exponent):
+    def forward(ctx: Any, exponent: Tensor) -> Tensor:
         value = exponent.clamp(max=MAX_LOG_RATIO).exp()
         ctx.save_for_backward(value)
         return value
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * ctx.saved_tensors[0]
 
 
@@ -181,10 +182,12 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if inputs.beta:
         token_loss = token_loss - inputs.beta * segment_sum(log_ratio, inputs.sequence, inputs.sequences)[inputs.sequence]
     if config.kl_coef:
+        assert inputs.reference_logprobs is not None, "kl_coef needs the reference's log-probs"
         kl = kl_penalty(logprobs, inputs.reference_logprobs, config.kl_estimator)
         token_loss = token_loss + config.kl_coef * kl
         reported["kl_reference"] = kl
     if config.entropy_coef:
+        assert inputs.entropy is not None, "entropy_coef needs the entropy"
         token_loss = token_loss - config.entropy_coef * inputs.entropy
     weighted = inputs.token_weights * token_loss
     loss = weighted.sum()

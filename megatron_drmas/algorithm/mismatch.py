@@ -1,6 +1,6 @@
 """Corrections for the difference between the trainer's and the engine's probability of a sampled token.
 
-The behaviour policy is the engine's; the trainer's log-probs of the same tokens differ by kernels and precision.
+The behavior policy is the engine's; the trainer's log-probs of the same tokens differ by kernels and precision.
 How many tokens a correction touches is the metric `corrected_fraction`, which has a limit in `observability.alarms`.
 """
 

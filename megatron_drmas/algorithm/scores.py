@@ -1,5 +1,7 @@
 """Row scores: rewards at trajectory, role and turn level, verifier credit, and penalties."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     Raises:
         ValueError: a weighted column is missing, or a score is not finite.
     """
-    scores = sum(score_terms(batch, config))
+    scores = reduce(torch.add, score_terms(batch, config))
     if len(scores) and not torch.stack(scores.aminmax()).isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         agent = batch.agents[int(batch.agent[row])]
@@ -37,7 +39,7 @@ def score_magnitudes(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 
     Rewards and penalties that cancel leave a score far below it, but not its rounding error.
     """
-    return sum(term.abs() for term in score_terms(batch, config))
+    return reduce(torch.add, (term.abs() for term in score_terms(batch, config)))
 
 
 def score_terms(batch: TurnBatch, config: AlgorithmConfig) -> list[Tensor]:
@@ -80,7 +82,7 @@ def verdict_credit(verdict: Tensor, acceptable: Tensor) -> Tensor:
     """+1 for a verdict that the outcome bears out, -1 for one that it does not, 0 for a row without a verdict.
 
     Args:
-        verdict: int [R]; 1 accepts, 0 rejects, -1 is no verdict.
+        verdict: int [R]; 1 accepts, 0 rejects, -1: no verdict.
         acceptable: bool [R], a verdict that accepts is borne out.
     """
     agrees = (verdict == 1) == acceptable

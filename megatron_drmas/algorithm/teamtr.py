@@ -1,6 +1,6 @@
 """TeamTR: one agent at a time inside a trust region, on fresh trajectories of the team as already updated.
 
-A stage visits the agents in any order.  For each: fresh full-team rollouts, advantages normalised over the question's
+A stage visits the agents in any order.  For each: fresh full-team rollouts, advantages normalized over the question's
 trajectories (by std + epsilon as everywhere here, where the paper has sqrt(var + epsilon)) and clipped to A_max, then optimizer
 steps of the loss `teamtr` until the estimated KL to the policy that sampled reaches delta.  The loss's beta follows the estimate.
 """
@@ -42,7 +42,7 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
         message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
         the same KL that is never negative, for the certificate; and surrogate, the sum over messages of
         min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included in which this agent did
-        not speak, that is the certificate's L in units of the normalised advantage, less what clipping may hide.  A ratio is
+        not speak, that is the certificate's L in units of the normalized advantage, less what clipping may hide.  A ratio is
         held at e^MAX_LOG_RATIO, its logarithm is not.
     """
     rows = len(batch)
@@ -50,7 +50,7 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
     log_ratio = segment_sum((current - sampled).double(), sequence, rows)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     spoke = batch.response_lengths > 0
-    advantage = batch.advantages[batch.response_offsets[:-1][spoke]].double()
+    advantage = batch.filled("advantages")[batch.response_offsets[:-1][spoke]].double()
     bounded = ratio[spoke].clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio[spoke] * advantage, bounded * advantage) - advantage
     return {
@@ -107,7 +107,7 @@ def certificate(
     Args:
         surrogates: L_i of each agent's update, summed over an episode's calls and averaged over all trajectories.
         kls: the largest KL per call of each update; an estimate below 0 counts as 0.
-        slack: what clipping, ratios and normalisation may hide beyond that: 0 for the clipped surrogate, which never
+        slack: what clipping, ratios and normalization may hide beyond that: 0 for the clipped surrogate, which never
             exceeds the unclipped one.
         fresh: every update had its own rollouts.  Where all n updates reuse the first ones, c becomes c n.
     """
@@ -131,6 +131,7 @@ def certify(metrics: dict[str, dict], batch: TurnBatch) -> dict[str, dict]:
         if region is None:
             continue
         trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
+        assert batch.advantages is not None, "the batch was trained on"
         largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
         gain = region.pop("surrogate") / trajectories
         values["certificate"] = certificate([gain], [region["message_kl_bound"]], largest, calls)

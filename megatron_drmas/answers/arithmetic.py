@@ -1,13 +1,14 @@
 """Exact arithmetic on sympy's expressions and matrices, refused where a number would be too large or undefined."""
 
 import math
+from typing import TypeAlias
 
 import sympy
 from sympy import Integer, MatrixBase, Pow, Rational, S
 
 MAX_BITS = 500_000  # of a power, a factorial or a number in e-notation
 
-Expression = sympy.Expr | MatrixBase
+Expression: TypeAlias = sympy.Expr | MatrixBase
 
 
 class Unreadable(ValueError):

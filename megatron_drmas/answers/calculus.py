@@ -22,7 +22,9 @@ def read_calculus(text: str) -> Expression:
     """
     if _MISREAD.search(text):
         raise Unreadable("two readings of a sum, a product, an integral or a limit")
-    exact = re.sub(r"\d+\.\d+|\.\d+", lambda match: "\\frac{%d}{%d}" % read_number(match.group()).as_numer_denom(), text)
+    exact = re.sub(
+        r"\d+\.\d+|\.\d+", lambda match: "\\frac{{{}}}{{{}}}".format(*read_number(match.group()).as_numer_denom()), text
+    )
     try:
         value = latex2sympy(exact, is_real=True, normalization_config=None, conversion_config=_CONVERSION).doit()
     except MemoryError:

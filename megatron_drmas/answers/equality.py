@@ -9,7 +9,7 @@ Expressions are equal if sympy proves their difference to be zero; two that mere
   and nothing is converted); what is counted (`12\text{ apples}`) does not matter.
 - `1011_2` equals the same digits in the same base, and nothing else.
 - Members of a list or a set may come in any order, those of a tuple, vector or interval may not; brackets must agree, but
-  `1 < x \le 2`, `x \in (1, 2]` and `(1, 2]` are one set.  A set is no tuple, and `\{5\}` is not 5.
+  `1 < x \le 2`, `x \in (1, 2]` and `(1, 2]` are one set.  A set is not a tuple, and `\{5\}` is not 5.
 - `x = 5` equals 5 and not `y = 5`; two equations are equal if their sides' differences are proportional.
 - Words are compared without their case, symbols with it.
 """
@@ -89,18 +89,16 @@ def _equal_members(gold: Answer, answer: Answer) -> bool:
 
 def _equal_sets(gold: Answer, answer: Answer) -> bool:
     symbols = {one.symbol for one in (gold, answer) if isinstance(one, RealSet)} - {None}
-    sets = as_set(gold), as_set(answer)
-    if len(symbols) > 1 or None in sets:
+    left, right = as_set(gold), as_set(answer)
+    if len(symbols) > 1 or left is None or right is None:
         return False
-    return sets[0] == sets[1] or all(
-        (one - other) is sympy.EmptySet or (one - other) == sympy.EmptySet for one, other in (sets, sets[::-1])
-    )
+    return left == right or all(difference == sympy.EmptySet for difference in (left - right, right - left))
 
 
 def _equal_relations(gold: Answer, answer: Answer) -> bool:
     if not isinstance(gold, Relation) or not isinstance(answer, Relation):
         relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
-        if relation.operator != "=":
+        if not isinstance(relation, Relation) or relation.operator != "=":
             return False
         # Either the left side names what was asked for, or the equation is a true statement such as 2 + 3 = 5
         if isinstance(other, RealSet) and other.symbol is not None and relation.name != other.symbol:
@@ -114,10 +112,14 @@ def _equal_relations(gold: Answer, answer: Answer) -> bool:
         return True
     differences = []
     for relation in (gold, answer):
-        sides = (relation.left, relation.right)
-        if not all(isinstance(side, Quantity) and not side.percent and isinstance(side.value, sympy.Expr) for side in sides):
+        values = [
+            side.value
+            for side in (relation.left, relation.right)
+            if isinstance(side, Quantity) and not side.percent and isinstance(side.value, sympy.Expr)
+        ]
+        if len(values) < 2:
             return False
-        differences.append(relation.left.value - relation.right.value)
+        differences.append(values[0] - values[1])
     if not all(difference.free_symbols for difference in differences):
         return False
     ratio = sympy.cancel(differences[0] / differences[1])

@@ -169,7 +169,7 @@ class _Parser:
 
     def primed(self, value: Expression) -> Symbol:
         if not isinstance(value, Symbol):
-            raise Unreadable("a prime after what is no symbol")
+            raise Unreadable("a prime after what is not a symbol")
         return Symbol(f"{value.name}'", real=True)
 
     def script(self) -> Expression:
@@ -298,7 +298,7 @@ class _Parser:
             self.take()
             base = self.argument()
 
-            def apply(x):
+            def apply(x: Expression) -> Expression:
                 return sympy.log(x) / sympy.log(base)
 
         if self.peek() == "^":
@@ -363,7 +363,7 @@ class _Parser:
         opening = re.sub(r"\s", "", self.take())
         kind = opening[len("\\begin{") : -1].rstrip("*")
         if kind not in ("matrix", "pmatrix", "bmatrix", "vmatrix", "smallmatrix", "array"):
-            raise Unreadable(f"{kind} is no matrix")
+            raise Unreadable(f"{kind} is not a matrix")
         if kind == "array":
             self.raw()
         rows: list[list[Expression]] = [[]]

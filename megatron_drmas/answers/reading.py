@@ -6,6 +6,7 @@ number, and so is it in no brackets.  `\pm 3` is the list of 3 and -3.
 
 import re
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import sympy
 
@@ -109,12 +110,13 @@ def read(text: str) -> Answer:
     if len(members) == 1 or len(members) > MAX_MEMBERS:
         return _element(members[0][1]) if len(members) == 1 else Words(canonical(text))
     read_members = [_element(part) for _, part in members]
-    if all(isinstance(member, RealSet) for member in read_members):
+    sets = [member for member in read_members if isinstance(member, RealSet)]
+    if len(sets) == len(read_members):
         joined = {separator for separator, _ in members[1:]}
-        symbols = {member.symbol for member in read_members}
+        symbols = {member.symbol for member in sets}
         if len(symbols) == 1 and joined in ({"\\text{or}"}, {"\\text{and}"}):
             together = sympy.Union if joined == {"\\text{or}"} else sympy.Intersection
-            return RealSet(together(*(member.value for member in read_members)), symbols.pop())
+            return RealSet(together(*(member.value for member in sets)), symbols.pop())
     flat: list[Answer] = []
     for member in read_members:
         flat.extend(member.members if isinstance(member, Several) and not member.left else [member])
@@ -237,6 +239,9 @@ def _brackets(text: str) -> Answer | None:
     return Several(left, right, tuple(members))
 
 
+_SET_OPERATIONS = {"\\cup": sympy.Union, "\\cap": sympy.Intersection, "\\setminus": sympy.Complement}
+
+
 def _set_operation(text: str) -> Answer | None:
     parts = split_at(text, _SETS)
     if len(parts) == 1:
@@ -246,8 +251,7 @@ def _set_operation(text: str) -> Answer | None:
         value = as_set(_element(part)) if part else None
         if value is None:
             return Words(canonical(text))
-        operation = {"\\cup": sympy.Union, "\\cap": sympy.Intersection, "\\setminus": sympy.Complement}.get(operator)
-        result = value if result is None else operation(result, value)
+        result = value if result is None else _SET_OPERATIONS[operator](result, value)
     return RealSet(result)
 
 
@@ -255,12 +259,14 @@ def as_set(answer: Answer) -> sympy.Set | None:
     """The set of real numbers that an answer may stand for; None if it stands for none."""
     if isinstance(answer, RealSet):
         return answer.value
-    if not isinstance(answer, Several) or not all(
-        isinstance(m, Quantity) and not m.percent and not isinstance(m.value, sympy.MatrixBase) for m in answer.members
-    ):
+    if not isinstance(answer, Several):
         return None
-    values = [sympy.nsimplify(member.value) if member.value.is_Float else member.value for member in answer.members]
-    if not all(value.is_number and value.is_extended_real for value in values):
+    values = [
+        sympy.nsimplify(member.value) if member.value.is_Float else member.value
+        for member in answer.members
+        if isinstance(member, Quantity) and not member.percent and not isinstance(member.value, sympy.MatrixBase)
+    ]
+    if len(values) < len(answer.members) or not all(value.is_number and value.is_extended_real for value in values):
         return None
     if answer.left == "\\{":
         return sympy.FiniteSet(*values)
@@ -289,7 +295,7 @@ def _relation(text: str) -> Answer | None:
         if _is_symbol(right):
             left, right = right, left
         if _is_symbol(left) and (excluded := _real_number(right)) is not None:
-            return RealSet(sympy.Complement(sympy.Reals, sympy.FiniteSet(excluded)), str(left.value))
+            return RealSet(sympy.Complement(sympy.Reals, sympy.FiniteSet(excluded)), left.value.name)
         return Relation("\\ne", left, right)
     return Words(canonical(text))
 
@@ -322,7 +328,7 @@ def name_of(text: str) -> str | None:
     return canonical(text)
 
 
-def _is_symbol(answer: Answer) -> bool:
+def _is_symbol(answer: Answer) -> TypeGuard[Quantity]:
     return isinstance(answer, Quantity) and isinstance(answer.value, sympy.Symbol) and answer.unit is None
 
 
@@ -339,8 +345,9 @@ def _inequality(operators: list[str], sides: list[Answer], text: str) -> Answer:
         at = symbols[0]
         low, low_open = (numbers[at - 1], operators[at - 1] == "<") if at > 0 else (-sympy.oo, True)
         high, high_open = (numbers[at + 1], operators[at] == "<") if at < len(sides) - 1 else (sympy.oo, True)
-        if at <= 1 and len(sides) - at <= 2:
-            return RealSet(sympy.Interval(low, high, low_open, high_open), str(sides[at].value))
+        symbol = sides[at]
+        if at <= 1 and len(sides) - at <= 2 and _is_symbol(symbol):
+            return RealSet(sympy.Interval(low, high, low_open, high_open), symbol.value.name)
     if len(sides) == 2:
-        return Relation(operators[0], *sides)
+        return Relation(operators[0], sides[0], sides[1])
     return Words(canonical(text))

@@ -117,7 +117,7 @@ def clean(text: str) -> str:
     while (shorter := _TEXT.sub(_text, text)) != text:
         text = shorter
     text = _CHOSEN.sub(
-        lambda match: "\\binom{%s}{%s}" % tuple(group for group in match.groups() if group), _ORDINAL.sub("", text)
+        lambda match: "\\binom{{{}}}{{{}}}".format(*(group for group in match.groups() if group)), _ORDINAL.sub("", text)
     )
     text = _IGNORED.sub(" ", text)
     text = _SPACES.sub(" ", text)

@@ -15,7 +15,7 @@ LOG_BASE = Symbol("base of log", positive=True)  # of `\log` without one: 10 or 
 
 def _determinant(matrix: Expression) -> sympy.Expr:
     if not isinstance(matrix, MatrixBase) or matrix.shape[0] != matrix.shape[1]:
-        raise Unreadable("a determinant of what is no square matrix")
+        raise Unreadable("a determinant of what is not a square matrix")
     return matrix.det()
 
 
@@ -66,6 +66,6 @@ def tokens(text: str) -> list[Token]:
         if match.lastgroup == "space":
             spaced = True
         else:
-            found.append(Token(match.lastgroup, match.group(), spaced))
+            found.append(Token(match.lastgroup or "", match.group(), spaced))
             spaced = False
     return found

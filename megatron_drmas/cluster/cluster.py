@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -50,7 +51,7 @@ class Cluster:
         config: a validated configuration.
         phase: shows and times a named phase of the start.
         note: says what was found out.
-        restarted: is told what was started again, and why.
+        restarted: called with what was restarted, and why.
         actors: whether trainable policies get their Megatron actors; without them the team can only be evaluated.
     """
 
@@ -80,7 +81,7 @@ class Cluster:
             raise
         return self
 
-    async def __aexit__(self, kind, error, trace) -> None:
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._stack.aclose()
 
     async def _start(self) -> None:

@@ -41,12 +41,14 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
             return max(1, min(MOST_THREADS, cores // config.cluster.gpus_per_node))
         return max(1, cores // max(1, processes))
 
-    chosen = {"actor_threads": threads(actors), "engine_threads": threads(engines)}
-    given = {name: getattr(config.cluster, name) for name in chosen}
-    chosen |= {name: value for name, value in given.items() if value is not None}
+    cluster = replace(
+        config.cluster,
+        actor_threads=config.cluster.actor_threads or threads(actors),
+        engine_threads=config.cluster.engine_threads or threads(engines),
+    )
     words = [
-        f"{chosen['actor_threads']} for each of {actors} actor ranks",
-        f"{chosen['engine_threads']} for each of {engines} engines",
+        f"{cluster.actor_threads} for each of {actors} actor ranks",
+        f"{cluster.engine_threads} for each of {engines} engines",
     ]
     text = f"{cores} CPU cores; threads: {', '.join(words)}"
     policies = dict(config.policies)
@@ -66,7 +68,7 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
         recompute = False
     for name in open_:
         policies[name] = replace(policies[name], recompute=recompute)
-    return replace(config, cluster=replace(config.cluster, **chosen), policies=policies), text
+    return replace(config, cluster=cluster, policies=policies), text
 
 
 def actor_bytes(spec: ModelSpec, policy: PolicyConfig, precision: str) -> int:

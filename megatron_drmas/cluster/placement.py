@@ -115,9 +115,7 @@ class _Pool:
 
     def take(self, count: int, key: str) -> list[int]:
         if count > self._per_node:
-            raise ConfigError(
-                key, count, f"a group must lie within a node, which has {self._per_node} GPUs", "use a smaller size"
-            )
+            raise ConfigError(key, count, f"a group must fit into a node, which has {self._per_node} GPUs", "use a smaller size")
         if self._next // self._per_node != (self._next + count - 1) // self._per_node:
             self._next = (self._next // self._per_node + 1) * self._per_node
         taken = list(range(self._next, self._next + count))
@@ -126,7 +124,7 @@ class _Pool:
             raise ConfigError(
                 key,
                 count,
-                f"groups that lie within nodes of {self._per_node} GPUs need more than {self._total} GPUs",
+                f"groups that fit into nodes of {self._per_node} GPUs need more than {self._total} GPUs",
                 "use sizes that fill nodes",
             )
         return taken

@@ -19,7 +19,7 @@ from megatron_drmas.config.schema import PrecisionConfig, RunConfig
 from megatron_drmas.devices import DEVICES, Device
 from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, SyncStats, synchronise
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
 from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 SUBMIT_TIMEOUT_S = 60.0
@@ -174,7 +174,7 @@ class PolicyRuntime:
         engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in self._engines]
         if self._asleep:
             await self._on_all_engines(Engine.wake_up, "weights")
-        stats = await synchronise(senders, engines, version, timeout_s, verify)
+        stats = await synchronize(senders, engines, version, timeout_s, verify)
         if self._asleep:
             await self._on_all_engines(Engine.wake_up, "kv_cache")
             self._asleep = False

@@ -51,7 +51,7 @@ class RemoteProcess(Generic[T]):
                 placement_group=bundle[0], placement_group_bundle_index=bundle[1]
             )
         worker = ray.remote(AsyncWorker if asynchronous else Worker)
-        self._handle = worker.options(**options).remote(str(log.resolve()), environment)
+        self._handle: Any = worker.options(**options).remote(str(log.resolve()), environment)
 
     async def address(self, timeout_s: float) -> tuple[str, int]:
         """An address and a free port on the process's machine."""

@@ -218,7 +218,7 @@ class RaySession:
         self._over.wait()
 
     async def _until_healthy(self, deadline: float) -> None:
-        """Ask in a process of its own: a listener that is no Ray makes a client wait for minutes, and then ends its process."""
+        """Ask in a process of its own: a listener that is not Ray makes a client wait for minutes, and then ends its process."""
         given = os.environ["RAY_ADDRESS"].strip()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -241,7 +241,7 @@ class RaySession:
                 process.kill()
         if code != 0:
             raise ProcessFailure(
-                f"Ray: what listens at RAY_ADDRESS={given} is no healthy Ray cluster of this version; unset it, or name another"
+                f"Ray: what listens at RAY_ADDRESS={given} is not a healthy Ray cluster of this version; unset it or name another"
             )
 
     def _keep_logs(self) -> str:

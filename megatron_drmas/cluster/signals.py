@@ -42,7 +42,8 @@ class StopRequest:
             self._say(f"{self.requested}: the step in progress will be finished and saved; a second signal stops at once")
             return
         self.aborted = True
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         self.close()
 
     def polite(self, say: Callable[[str], None] | None) -> None:
@@ -54,7 +55,7 @@ class StopRequest:
         self._say = say
 
     async def unless_requested(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`, which a request cancels: it can be done again when the run goes on."""
+        """Await `work`, which a request cancels: it can be done again when the run continues."""
         working, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._came.wait())
         try:
             await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)

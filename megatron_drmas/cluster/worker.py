@@ -59,7 +59,7 @@ class Worker:
 class AsyncWorker(Worker):
     """A worker whose object may have coroutine methods; plain methods run in a thread, so that nothing waits for them."""
 
-    async def build(self, kind: type, *args: Any) -> None:
+    async def build(self, kind: type, *args: Any) -> None:  # type: ignore[override]  # Ray awaits it
         await asyncio.to_thread(super().build, kind, *args)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class RewardConfig:
 class AdvantageConfig:
     """How row scores become advantages."""
 
-    estimator: str = setting("How scores become advantages", "normalised", registry="estimator")
+    estimator: str = setting("How scores become advantages", "normalized", registry="estimator")
     mean: str = setting("Whose rows make the baseline", "agent", choices={"group": "all agents'", "agent": "the agent's own"})
     std: str = setting(
         "Whose rows make the scale", "agent", choices={"group": "all agents'", "agent": "the agent's own", "none": "no scale"}

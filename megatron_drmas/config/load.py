@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -28,7 +28,7 @@ from megatron_drmas.config.schema import RunConfig
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 SFT_DIR = CONFIG_DIR / "sft"
 
-# What Hydra lets through of YAML that is broken, or is no configuration.
+# What Hydra lets through of YAML that is broken, or is not a configuration.
 MALFORMED = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -91,7 +91,7 @@ def compose_config(
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
         if schema is RunConfig:
             config.plugins = import_plugins(config.plugins, folders[0])
     except (HydraException, OmegaConfBaseException) as error:
@@ -106,7 +106,7 @@ def compose_config(
         ) from error
     for field in fields(config):
         if getattr(config, field.name) is None and field.default_factory is not dataclasses.MISSING:
-            raise ConfigError(field.name, "null", "is no group of settings", f"leave it out, or choose one: {field.name}=NAME")
+            raise ConfigError(field.name, "null", "is not a group of settings", f"leave it out, or choose one: {field.name}=NAME")
     return config
 
 
@@ -148,4 +148,4 @@ def to_yaml(config: Any) -> str:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain dictionaries, lists and scalars."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import AgentConfig, PolicyConfig
 
-MOST_SUGGESTIONS = 4
-LEAST_LIKENESS = 0.6
+MAX_SUGGESTIONS = 4
+MIN_LIKENESS = 0.6
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 NAME_RULE = "use letters, digits, dashes and underscores, a letter first, at most 64"
 
@@ -114,7 +114,7 @@ def _wrong_type(key: str, value: str | None, text: str, known: Sequence[str]) ->
     if "is not a ListConfig, list or tuple" in text:
         return ConfigError(key, value, "is not a list", f"write '{key}=[A,B]', or '{key}=[A]' for one")
     if re.search(r"is not a subclass of \w+Config", text):
-        inner = [name for name in known if name.startswith(f"{key}.")][:MOST_SUGGESTIONS]
+        inner = [name for name in known if name.startswith(f"{key}.")][:MAX_SUGGESTIONS]
         return ConfigError(key, value, "is a group of settings, not a value", f"set its keys, such as {', '.join(inner) or key}")
     return None
 
@@ -124,14 +124,14 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
     candidates = ((_likeness(key, name), name) for name in known if not key.startswith(f"{name}."))
     rated = sorted(candidates, key=lambda pair: (-pair[0], pair[1].count(".")))
     best = rated[0][0] if rated else 0.0
-    return [name for likeness, name in rated if likeness >= max(LEAST_LIKENESS, best - 0.05)][:MOST_SUGGESTIONS]
+    return [name for likeness, name in rated if likeness >= max(MIN_LIKENESS, best - 0.05)][:MAX_SUGGESTIONS]
 
 
 def composed_keys(node: DictConfig, prefix: str = "") -> list[str]:
     """Every key of a configuration, sections included, dotted."""
     found = []
     for key in node:
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key!s}"
         found.append(name)
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
@@ -185,7 +185,7 @@ def _unreadable(overrides: Sequence[str]) -> ConfigError:
         except HydraException:
             break
     key, _, value = override.lstrip("+~").partition("=")
-    problem = "cannot be read as an override" if "=" in override else "is no override, which has the form key=value"
+    problem = "cannot be read as an override" if "=" in override else "is not an override, which has the form key=value"
     return ConfigError(key or "override", value, problem, "put quotes around what holds special characters: 'key=\"value\"'")
 
 
@@ -211,7 +211,7 @@ def _no_policy(name: str, key: str, value: str | None, known: Sequence[str], gro
     policies = [path.split(".")[1] for path in known if re.fullmatch(r"policies\.[^.]+", path)]
     if name in policies:
         remedy = f"choose its group, policy@policies.{name}=OPTION ({', '.join(options)}), or set its keys one by one"
-        return ConfigError(key, value, "a policy is no single value", remedy)
+        return ConfigError(key, value, "a policy is not a single value", remedy)
     example = next((option for option in ("tiny", *options) if option in options), options[0])
     near = nearest(name, policies)
     meant = f"did you mean policies.{near[0]}? Otherwise " if near else ""

@@ -32,7 +32,7 @@ def typed_options(key: str, owner: str, declared: type, given: dict[str, Any]) -
             remedy = (
                 f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}" if known else "it has none; remove it"
             )
-            raise ConfigError(f"{key}.{name}", value, f"is no option of {owner}", remedy)
+            raise ConfigError(f"{key}.{name}", value, f"is not an option of {owner}", remedy)
         try:
             OmegaConf.merge(OmegaConf.structured(declared), {name: value})
         except OmegaConfBaseException as error:

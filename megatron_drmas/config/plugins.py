@@ -57,7 +57,7 @@ def import_plugins(plugins: Sequence[str], folder: Path | None = None) -> list[s
 
 
 def plugin_environment(plugins: Sequence[str]) -> dict[str, str]:
-    """The variable that tells a process its plug-ins; `import_plugins_of_process` reads it."""
+    """The variable with a process's plug-ins; `import_plugins_of_process` reads it."""
     return {VARIABLE: json.dumps(list(plugins))} if plugins else {}
 
 
@@ -72,10 +72,13 @@ def _import(name: str, path: Path | None) -> None:
         return
     loaded = sys.modules.get(name)
     if loaded is not None:
-        if getattr(loaded, "__file__", None) and Path(loaded.__file__).resolve() == path:
+        file = getattr(loaded, "__file__", None)
+        if file and Path(file).resolve() == path:
             return
         raise ConfigError("plugins", str(path), f"a module named {name!r} is loaded already", "give the file another name")
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no loader for {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -85,7 +88,7 @@ def _import(name: str, path: Path | None) -> None:
         raise
 
 
-def _where(error: Exception, path: Path | None) -> str:
+def _where(error: BaseException, path: Path | None) -> str:
     trace, line = error.__traceback__, None
     while trace is not None:
         if path is not None and trace.tb_frame.f_code.co_filename == str(path):

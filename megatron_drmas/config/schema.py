@@ -127,7 +127,7 @@ class PrecisionConfig:
 class AgentConfig:
     """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
 
-    policy: str = setting("The policy that speaks for the agent")
+    policy: str = setting("The policy that generates the agent's turns")
     role: str | None = setting("What the workflow calls it by; null: its own name", None)
     system: str | None = setting("System message; null: none", None)
     prompt: str = setting("Jinja template of the user message; the workflow's docstring lists its variables")
@@ -142,7 +142,7 @@ class AgentConfig:
 class WorkflowConfig:
     """Who speaks when."""
 
-    name: str = setting("Who speaks when", registry="workflow")
+    name: str = setting("The order of the agents' turns", registry="workflow")
     max_turns: int = setting("Rounds that the workflow makes at most; see its docstring", 4, minimum=1)
     history: int = setting("How many past rounds a prompt shows", 4, minimum=0)
     width: int = setting("Calls that run at the same time: voting's candidates, orch_workers' strategies at most", 3, minimum=1)
@@ -240,7 +240,7 @@ class CheckpointConfig:
     """When a run is saved."""
 
     every: int = setting("Training steps between checkpoints; the last step is always saved; 0: only the last", 10, minimum=0)
-    keep: int = setting("Checkpoints that are kept, beside the newest healthy one", 2, minimum=1)
+    keep: int = setting("Checkpoints that are kept, in addition to the newest healthy one", 2, minimum=1)
     export: bool = setting("Write every policy as a Hugging Face folder at the end", True)
 
 
@@ -316,7 +316,7 @@ class RunConfig:
     group_size: int = setting("Trajectories on each question", minimum=2)
     output_dir: str = setting("Folder of run folders", "outputs")
     resume: str = setting(
-        "Whether to go on from the run folder's last checkpoint",
+        "Whether to continue from the run folder's last checkpoint",
         "auto",
         choices={"auto": "if there is one", "never": "begin again"},
     )

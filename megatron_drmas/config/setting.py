@@ -1,9 +1,9 @@
-"""`setting`: a key of the configuration with its meaning, bounds and choices beside it; checked and explained from there."""
+"""`setting`: a key of the configuration with its meaning, bounds and choices; checked and explained from there."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
@@ -103,7 +103,7 @@ def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Ke
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if defaults is not None:
             default = getattr(defaults, item.name)
-        held = getattr(kind, "__args__", ())
+        held: tuple[Any, ...] = getattr(kind, "__args__", ())
         inner, below = (
             (held[1], f"{path}.NAME.")
             if getattr(kind, "__origin__", None) is dict and is_dataclass(held[1])
@@ -111,7 +111,7 @@ def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Ke
         )
         yield Key(path, kind, default, item.metadata.get("setting"), is_dataclass(inner))
         if is_dataclass(inner):
-            yield from keys_of(inner, below, default if is_dataclass(default) else None)
+            yield from keys_of(cast(type, inner), below, default if is_dataclass(default) else None)
 
 
 def check_settings(node: Any, prefix: str = "") -> None:

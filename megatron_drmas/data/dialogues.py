@@ -68,7 +68,7 @@ def _dialogue(line: bytes, number: int, path: str, key: str) -> Dialogue:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise bad("has a message without a text for role and content")
         if message["role"] not in ROLES:
-            raise bad(f"has a message of role {message['role'][:40]!r}, which is none of {', '.join(ROLES)}")
+            raise bad(f"has a message of role {message['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
         problem = flaw(message["content"])
         if problem:
             raise bad(f"has a message of the {message['role']} that {problem}")

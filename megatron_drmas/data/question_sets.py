@@ -66,6 +66,7 @@ def load_question_sets(config: DataConfig) -> QuestionSets:
         held = set(texts[: config.eval_holdout])
         evaluation = [question for question in train if _text(question) in held]
         return QuestionSets([question for question in train if _text(question) not in held], evaluation[: config.eval_limit])
+    assert config.eval is not None, "check_data"
     evaluation = load_questions(config.eval, "data.eval", config.eval_limit)
     seen = set(map(_text, train))
     return QuestionSets(train, [replace(question, in_training=_text(question) in seen) for question in evaluation])

@@ -177,7 +177,7 @@ def _answers(given: Any) -> tuple[str, ...]:
         if isinstance(answer, bool) or (not isinstance(answer, (str, int, float)) and not _is_decimal(answer)):
             raise _Flaw(f"has the answer {answer!r}, which is neither a text nor a number")
         if not isinstance(answer, str) and not float("-inf") < answer < float("inf"):
-            raise _Flaw(f"has the answer {answer!r}, which is no finite number")
+            raise _Flaw(f"has the answer {answer!r}, which is not a finite number")
         if isinstance(answer, str) and PYTHON_LIST.fullmatch(answer.strip()):
             raise _Flaw(f"has the answer {answer!r}, a list that was written as Python text; write it as a list")
         if isinstance(answer, str) and WORKED.search(answer):

@@ -6,7 +6,7 @@ import random
 class QuestionSampler:
     """Indices of questions, epoch after epoch, each epoch in an order of its own.
 
-    The order is a function of the seed alone and the state is one integer, so a resumed run goes on with exactly the
+    The order is a function of the seed alone and the state is one integer, so a resumed run continues with exactly the
     questions an undisturbed one would draw.
 
     Args:

@@ -38,7 +38,7 @@ class Device(ABC):
 
     @abstractmethod
     def engine_environment(self, threads: int) -> dict[str, str]:
-        """Variables that vLLM reads once, at import, beside those of `environment`."""
+        """Variables that vLLM reads once, at import, in addition to those of `environment`."""
 
     @abstractmethod
     def engine_arguments(self, engine: EngineConfig, deterministic: bool, sleep: bool) -> dict[str, Any]:

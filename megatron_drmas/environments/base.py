@@ -21,7 +21,7 @@ class Place:
     Attributes:
         logs: folder for the log files of its services.
         start_timeout_s: how long a service may take to answer.
-        restarted: is told which service is started again, and why.
+        restarted: called with the service that is restarted, and why.
     """
 
     logs: Path = Path("logs")
@@ -112,7 +112,7 @@ class Environment:
     def success(self, question: Question, outcome: Outcome, reward: float) -> bool:
         """Whether a trajectory counts as a success, in evaluations and in everything logged: here, a positive return.
 
-        An environment that also pays for what is no success (a form, a part of the way) says here what is one.
+        An environment that also pays for what is not a success (a form, a part of the way) says here what is one.
 
         Args:
             reward: what `reward` returned for this outcome.

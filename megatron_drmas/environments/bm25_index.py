@@ -1,4 +1,4 @@
-"""BM25 over a JSON-lines corpus, with its index cached beside the corpus.
+"""BM25 over a JSON-lines corpus, with its index cached next to the corpus.
 
 A corpus is a text file with one JSON object a line, `{"id": str | int, "contents": str}`, ids unique.
 Words are maximal runs of letters, digits and underscores, in lower case; nothing is stemmed and no word
@@ -43,7 +43,7 @@ class Bm25Index:
     def open(cls, corpus: str | os.PathLike) -> "Bm25Index":
         """Index `corpus`, or take the index that an earlier call left in `<corpus>.bm25/<digest>/`.
 
-        The digest is of the corpus' bytes, so an edited corpus gets a new index.  Building goes to a folder beside
+        The digest is of the corpus' bytes, so an edited corpus gets a new index.  Building goes to a folder next to
         and is renamed, so that an interrupted or a concurrent call leaves either nothing or a whole index.
         Raises CorpusError (malformed or empty corpus) and OSError (no such file).
         """

@@ -44,7 +44,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> tuple[str, str]:
             text.encode()
         except UnicodeEncodeError as error:
             raise CorpusError(
-                f"{expected}, got {key!r} with half of a surrogate pair, {text[error.start]!r}, which is no text"
+                f"{expected}, got {key!r} with half of a surrogate pair, {text[error.start]!r}, which is not text"
             ) from error
         if "\0" in text:
             raise CorpusError(f"{expected}, got {key!r} with a NUL character")
@@ -55,7 +55,7 @@ def check_corpus(path: "str | Path") -> None:
     """Read a corpus, or the first `CHECKED_BYTES` of a large one, before anything starts; its server reads all of it.
 
     Raises:
-        CorpusError: a line that is no passage, an id that was used before, or no passage.
+        CorpusError: a line that is not a passage, an id that was used before, or no passage.
         OSError: the file cannot be read.
     """
     offset = None
@@ -79,7 +79,7 @@ def read_passages(path: Path) -> Iterator[tuple[int, str]]:
     """The byte offset of every passage's line, and its contents; blank lines are skipped.
 
     Raises:
-        CorpusError: a line that is no passage, or an id that was used before.
+        CorpusError: a line that is not a passage, or an id that was used before.
         OSError: the file cannot be read.
     """
     first_line: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Dense retrieval: the passages whose vectors have the largest inner product with the query's, by FAISS.
 
-A corpus is encoded once; its vectors are kept beside it in parts, so that an interrupted run goes on where it stopped.
+A corpus is encoded once; its vectors are kept next to it in parts, so that an interrupted run continues where it stopped.
 """
 
 import hashlib

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,9 @@ class Encoder:
     @property
     def dimension(self) -> int:
         """Length of a vector."""
-        return self._model.get_embedding_dimension()
+        dimension = self._model.get_embedding_dimension()
+        assert dimension is not None
+        return dimension
 
     def queries(self, texts: list[str]) -> np.ndarray:
         """float32 [n, dimension]."""
@@ -76,7 +79,7 @@ class Encoder:
         return self._encoded(self._model.encode_document, texts, self._passage_prefix)
 
     def digest(self) -> str:
-        """Of everything that a passage's vector depends on beside the passage."""
+        """Of everything that a passage's vector depends on, other than the passage."""
         digest = hashlib.blake2b(f"{self._passage_prefix!r}".encode(), digest_size=12)
         for path in sorted(self._folder.rglob("*")):
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".safetensors"):
@@ -85,7 +88,7 @@ class Encoder:
                     digest.update(hashlib.file_digest(file, "blake2b").digest())
         return digest.hexdigest()
 
-    def _encoded(self, encode, texts: list[str], prefix: str | None) -> np.ndarray:
+    def _encoded(self, encode: Callable, texts: list[str], prefix: str | None) -> np.ndarray:
         settings = {} if prefix is None else {"prompt": prefix}
         with self._lock:
             vectors = encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **settings)

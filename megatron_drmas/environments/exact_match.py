@@ -1,4 +1,4 @@
-"""Exact match of short answers after normalisation, as question-answering benchmarks count it."""
+"""Exact match of short answers after normalization, as question-answering benchmarks count it."""
 
 import re
 import string
@@ -11,7 +11,7 @@ _PUNCTUATION_MARKS = set(string.punctuation + "\u2212\u00b4\u02bc\u02b9\u02bb")
 NORMALIZATIONS = ("squad", "unicode")
 
 
-def normalise_answer(text: str, normalization: str = "squad") -> str:
+def normalize_answer(text: str, normalization: str = "squad") -> str:
     """The form in which two answers are compared.
 
     squad: lower case, no ASCII punctuation, no articles, single spaces: the rule of SQuAD's evaluation, by which published
@@ -19,7 +19,7 @@ def normalise_answer(text: str, normalization: str = "squad") -> str:
     unicode: the same after Unicode's compatibility composition (NFKC) and case folding, without punctuation of any script
         (dashes, curly quotes, 「」), minus signs and invisible characters.
 
-    Unlike in SQuAD's own script nothing normalises to an empty text, or the answer "A" would equal "the" and "?": a step
+    Unlike in SQuAD's own script nothing normalizes to an empty text, or the answer "A" would equal "the" and "?": a step
     that would leave nothing is left out.
     """
     if normalization == "unicode":
@@ -44,7 +44,7 @@ def _without_punctuation(text: str) -> str:
 
 
 def exact_match(answer: str | None, accepted: tuple[str, ...], normalization: str = "squad") -> float:
-    """1.0 if the normalised answer is not blank and equals any normalised accepted answer, else 0.0."""
+    """1.0 if the normalized answer is not blank and equals any normalized accepted answer, else 0.0."""
     if answer is None or not answer.strip():
         return 0.0
-    return float(normalise_answer(answer, normalization) in {normalise_answer(gold, normalization) for gold in accepted})
+    return float(normalize_answer(answer, normalization) in {normalize_answer(gold, normalization) for gold in accepted})

@@ -1,6 +1,6 @@
 """Grading of mathematical answers by exact comparison (`answers.equality`), in processes that can be killed.
 
-A computer-algebra system fed with a model's text can run for ever (`10^{10^{10}}`) or eat all memory; its own
+A computer-algebra system fed with a model's text can run forever (`10^{10^{10}}`) or eat all memory; its own
 time limits are signals, which do not interrupt C code.  So answers are compared in worker processes under hard limits,
 and a worker that exceeds one is killed and replaced.
 """
@@ -62,16 +62,17 @@ class _Worker:
             start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
         )  # fmt: skip
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+            line = await asyncio.wait_for(self._pipes()[1].readline(), START_TIMEOUT_S)
         except TimeoutError:
             line = b""
         except BaseException:
             await self.kill()
             raise
         if line.strip() != b"ready":
-            process = self._process
+            errors = self._process.stderr
             await self.kill()
-            reason = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+            assert errors is not None
+            reason = (await errors.read()).decode(errors="replace").strip().splitlines()
             raise GraderError(
                 f"a grading worker did not start with environment.grader.memory_mib={self._memory_mib}: "
                 f"{reason[-1] if reason else 'no message'}"
@@ -80,8 +81,9 @@ class _Worker:
     async def ask(self, answer: str, gold: str) -> GradeResult:
         await self.start()
         try:
-            self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
-            line = await asyncio.wait_for(self._process.stdout.readline(), self._timeout_s)
+            stdin, stdout = self._pipes()
+            stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
+            line = await asyncio.wait_for(stdout.readline(), self._timeout_s)
         except BaseException:  # a late answer must never be taken for the next question's
             await self.kill()
             raise
@@ -89,6 +91,11 @@ class _Worker:
             await self.kill()
             raise _Died
         return GradeResult(**json.loads(line))
+
+    def _pipes(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        return process.stdin, process.stdout
 
     async def kill(self) -> None:
         process, self._process = self._process, None
@@ -122,19 +129,19 @@ class Grader:
 
         Where one of them holds a box (`\boxed{…}`), its content is compared.
         """
-        answer, gold = (last_boxed(text) if BOX.search(text) else text for text in (content, gold))
-        if answer is None or gold is None:
+        answer, expected = (last_boxed(text) if BOX.search(text) else text for text in (content, gold))
+        if answer is None or expected is None:
             return GradeResult(
                 False, f"the last box of the {'answer' if answer is None else 'gold answer'} is empty or not closed"
             )
-        for what, text in (("answer", answer), ("gold answer", gold)):
+        for what, text in (("answer", answer), ("gold answer", expected)):
             if len(text) > MAX_CHARS:
                 return GradeResult(False, f"{what} of {len(text)} characters; the limit is {MAX_CHARS}")
         worker = await self._idle.get()
         try:
             for _ in range(2):  # a worker can be killed for another reason than its answer, an answer kills twice
                 try:
-                    return await worker.ask(answer, gold)
+                    return await worker.ask(answer, expected)
                 except (_Died, ConnectionError):
                     self.restarts["died"] += 1
             return GradeResult(False, "the grading worker died")

@@ -53,6 +53,7 @@ def main() -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, time_limit)
         request = json.loads(line)
+        reply: dict[str, bool | str | None]
         try:
             reply = {"correct": same_answer(request["answer"], request["gold"]), "error": None}
         except MemoryError:

@@ -4,7 +4,7 @@
     -> {"result": [[passage, …] for each query]}, or {"result": [passage, …]} to one query
 
 A passage is a string, or an object that holds its text as "contents", "content", "text" or "page_content"; it may lie in
-another's "document", beside a "score".
+another's "document", next to a "score".
 """
 
 from dataclasses import dataclass

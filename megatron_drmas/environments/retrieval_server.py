@@ -68,7 +68,7 @@ def build_app(index: Index) -> FastAPI:
     # A plain function: FastAPI runs it in a thread, so that /health answers during a long batch.
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> JSONResponse:  # plain values already: FastAPI would go through each of them
-        queries = [request.query] if request.queries is None else request.queries
+        queries = [request.query or ""] if request.queries is None else request.queries
         found = index.search_all(queries, request.topk)
         return JSONResponse({"result": [[shown(passage, request.return_scores) for passage in of] for of in found]})
 
@@ -90,7 +90,7 @@ def _dense_index(args: argparse.Namespace) -> Index:
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535, 0 for a free one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535, 0 for a free one")
     return int(text)
 
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--query-prefix", help='before every query, "query: " for E5; default: what the encoder says')
     parser.add_argument("--passage-prefix", help='before every passage, "passage: " for E5; default: what the encoder says')
     parser.add_argument(
-        "--index", type=Path, help="FAISS index of the corpus' vectors; default: made once, exact, beside the corpus"
+        "--index", type=Path, help="FAISS index of the corpus' vectors; default: made once, exact, next to the corpus"
     )
     parser.add_argument("--device", default="cpu", help="where the encoder runs (default: cpu; cuda has not been tried)")
     args = parser.parse_args(argv)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 from urllib.parse import urlsplit
 
 from megatron_drmas.config.errors import ConfigError
@@ -19,7 +20,7 @@ from megatron_drmas.environments.encoder import encoder_objection
 PR_SET_PDEATHSIG = 1
 NAME = "retrieval server"
 DYING_S = 1.0  # how long a server that has dropped a connection may take to be gone
-MOST_PAUSE_S = 30.0  # before a server is started again; the first time there is none
+MAX_PAUSE_S = 30.0  # before a server is started again; the first time there is none
 
 
 class RetrievalService:
@@ -29,7 +30,7 @@ class RetrievalService:
         settings: its corpus, its encoder if it has one, and how often it may be started again.
         log: file for the server's complaints.
         start_timeout_s: how long it may take to answer.
-        restarted: is told that it is started again, and why.
+        restarted: called with the name and the reason when it is restarted.
         host: address to listen on.
     """
 
@@ -42,11 +43,11 @@ class RetrievalService:
         host: str = "127.0.0.1",
     ):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.url: str | None = None
+        self.url = ""
         self._log = log
         self._start_timeout_s = start_timeout_s
         self._restarted = restarted
-        self._restarts, self._most = 0, settings.restarts
+        self._restarts, self._max_restarts = 0, settings.restarts
         self._recovering = asyncio.Lock()
         options = {
             "--corpus": settings.corpus,
@@ -75,7 +76,9 @@ class RetrievalService:
             ServiceFailure: it ended or said nothing in time.
         """
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), self._start_timeout_s)
+            line = await asyncio.wait_for(
+                asyncio.to_thread(cast(IO[bytes], self._process.stdout).readline), self._start_timeout_s
+            )
         except TimeoutError as error:
             self._kill()
             raise ServiceFailure(
@@ -105,7 +108,7 @@ class RetrievalService:
                 return url
             problem = problem if code is None else f"it ended with code {code}"
             while True:
-                if self._restarts == self._most:
+                if self._restarts == self._max_restarts:
                     raise ServiceFailure(
                         f"{NAME}: {problem}, and it was started again {self._restarts} times "
                         f"(environment.retrieval.restarts); log: {self._log}"
@@ -113,7 +116,7 @@ class RetrievalService:
                 self._restarted(NAME, problem)
                 self._kill()
                 if self._restarts:
-                    await asyncio.sleep(min(2.0 ** (self._restarts - 1), MOST_PAUSE_S))
+                    await asyncio.sleep(min(2.0 ** (self._restarts - 1), MAX_PAUSE_S))
                 self._restarts += 1
                 self._process = self._start()
                 try:
@@ -155,7 +158,7 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
             "environment.retrieval.corpus", None, "has no value", "give a corpus, or environment.retrieval.url of a server"
         )
     if retrieval.url and not _is_address(retrieval.url):
-        raise ConfigError("environment.retrieval.url", retrieval.url, "is no address", "give one such as http://HOST:8000")
+        raise ConfigError("environment.retrieval.url", retrieval.url, "is not an address", "give one such as http://HOST:8000")
     if retrieval.topk > MAX_TOPK:
         raise ConfigError(
             "environment.retrieval.topk", retrieval.topk, "is more than an answer holds", f"give at most {MAX_TOPK}"
@@ -166,14 +169,14 @@ def check_retrieval(retrieval: RetrievalConfig, files: bool) -> None:
     objection = encoder_objection(Path(retrieval.encoder)) if files and retrieval.encoder else None
     if objection:
         raise ConfigError("environment.retrieval.encoder", retrieval.encoder, objection, "give a sentence-transformers folder")
-    if files and not retrieval.url:
+    if files and not retrieval.url and retrieval.corpus:
         try:
             check_corpus(retrieval.corpus)
         except CorpusError as error:
             raise ConfigError("environment.retrieval.corpus", retrieval.corpus, str(error), "correct the file") from error
         except OSError as error:
             raise ConfigError(
-                "environment.retrieval.corpus", retrieval.corpus, error.strerror, 'give JSON lines {"id", "contents"}'
+                "environment.retrieval.corpus", retrieval.corpus, str(error.strerror), 'give JSON lines {"id", "contents"}'
             ) from error
 
 

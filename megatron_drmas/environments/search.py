@@ -11,13 +11,13 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, Place, register_environment
-from megatron_drmas.environments.exact_match import exact_match, normalise_answer
+from megatron_drmas.environments.exact_match import exact_match, normalize_answer
 from megatron_drmas.environments.retrieval_protocol import DIALECTS, endpoint, read_answer
 from megatron_drmas.environments.retrieval_service import RetrievalService, check_retrieval
 from megatron_drmas.team.tool import tool
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
-MOST_QUERIES = 64  # in one request
+MAX_QUERIES = 64  # in one request
 PAUSES_S = (0.5, 8.0)  # before a server is asked again: the first, which doubles, and the longest
 AWAY = (408, 425, 429, 502, 503, 504)  # what is answered when a server is not there, or not yet
 KEEPALIVE_S = 2.0  # less than a server's own (uvicorn: 5 s), or a request could meet a connection that is being closed
@@ -53,7 +53,7 @@ class SearchEnvironment(Environment):
         super().__init__(config, place)
         self._service: RetrievalService | None = None
         self.recover: Callable[[str, str, bool], Awaitable[str]] | None = None  # brings back a server of the run's own
-        self._url = config.retrieval.url
+        self._url = config.retrieval.url or ""
         self._dialect = DIALECTS[0]
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Semaphore(config.retrieval.concurrency)
@@ -103,7 +103,7 @@ class SearchEnvironment(Environment):
         settings = self.config.retrieval
         if self._session is None:
             return None
-        problems = []
+        problems: list[Exception] = []
         for self._dialect in DIALECTS:
             try:
                 await self._ask(["check", "who"] if self._dialect.many else ["check"], settings.timeout_s)
@@ -135,7 +135,7 @@ class SearchEnvironment(Environment):
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        together = MOST_QUERIES if self._dialect.many else 1
+        together = MAX_QUERIES if self._dialect.many else 1
         for start in range(0, len(waiting), together):
             self._start(waiting[start : start + together])
 
@@ -191,6 +191,7 @@ class SearchEnvironment(Environment):
             pause = min(2 * pause, PAUSES_S[1])
 
     async def _ask(self, queries: list[str], timeout_s: float) -> list[list[str]]:
+        assert self._session is not None, "the environment is entered"
         settings, url = self.config.retrieval, endpoint(self._url)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 1e-3))
         try:
@@ -199,7 +200,7 @@ class SearchEnvironment(Environment):
         except TimeoutError as error:
             raise _Unavailable(f"{url} gave no answer in {settings.timeout_s:g} s") from error
         except aiohttp.InvalidURL as error:
-            raise _Refused(f"{url} is no address", again=False) from error
+            raise _Refused(f"{url} is not an address", again=False) from error
         except (aiohttp.ClientError, OSError) as error:
             raise _Unavailable(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
@@ -226,8 +227,8 @@ class SearchEnvironment(Environment):
     def supports(self, question: Question, passages: list[str]) -> bool:
         """Whether a passage has an accepted answer as whole words; "yes", "no" and articles are in too many to count."""
         rule = self.config.normalization
-        words = [f" {normalise_answer(passage, rule)} " for passage in passages]
-        answers = {normalise_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
+        words = [f" {normalize_answer(passage, rule)} " for passage in passages]
+        answers = {normalize_answer(gold, rule) for gold in question.answers} - {"", "yes", "no", "a", "an", "the"}
         return any(f" {answer} " in text for answer in answers for text in words)
 
     async def reward(self, question: Question, outcome: Outcome) -> float:

@@ -1,10 +1,10 @@
-"""Agent-wise advantages: statistics of scores per cell, their merge over ranks, and the normalisation.
+"""Agent-wise advantages: statistics of scores per cell, their merge over ranks, and the normalization.
 
 A *cell* is a set of samples that are compared with one another: the calls of one question ("group"), or
 the calls of one agent on one question ("agent").  Source: Dr. MAS (arXiv 2602.08847), equations (2) and (5),
 and its four variants (mean, std) in {group, agent} x {group, agent}; Dr. GRPO (arXiv 2503.20783) has no std.
 
-Defined behaviour where the formula has none:
+Defined behavior where the formula has none:
 - A cell of one sample has no contrast: its own score is its mean, so the advantage is 0.  (Falling back to
   mean 0 and std 1 would make the advantage the raw score, a gradient with no baseline that always reinforces an
   agent which happened to be called in a single successful trajectory.)
@@ -115,7 +115,7 @@ def merge_over_ranks(statistics: CellStatistics, process_group: dist.ProcessGrou
     return merge_statistics([CellStatistics(count, mean, m2, spread > 0) for count, mean, m2, spread in parts])
 
 
-def normalise(
+def normalize(
     scores: Tensor, mean_cell: Tensor, mean: CellStatistics, std_cell: Tensor | None, std: CellStatistics | None, epsilon: float
 ) -> Tensor:
     """Row advantages (s - mean) / (std + epsilon), float32 [R]; without `std`, s - mean.  0 where a cell has no spread.
@@ -126,7 +126,7 @@ def normalise(
     """
     advantages = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
     factors = [(mean_cell, mean.spread.double())]
-    if std is not None:
+    if std is not None and std_cell is not None:
         scale = (std.std + epsilon).reciprocal_().mul_(std.spread)
         factors = [(std_cell, scale)] if std is mean else [*factors, (std_cell, scale)]
     for rows in row_blocks(scores):
@@ -174,7 +174,7 @@ def agent_advantages(
     if "agent" in (mean, std):
         cells["agent"] = dense_index(group, agent)
     statistics = {name: cell_statistics(scores, *cells[name], magnitude) for name in {mean, std} - {"none"}}
-    rows = normalise(
+    rows = normalize(
         scores, cells[mean][0], statistics[mean], cells[std][0] if std != "none" else None, statistics.get(std), epsilon
     )
     return expand_rows(rows, offsets.diff())

@@ -1,4 +1,4 @@
-"""The agent-wise advantage as one Triton kernel: statistics, normalisation and expansion to tokens.
+"""The agent-wise advantage as one Triton kernel: statistics, normalization and expansion to tokens.
 
 One program handles one group (or a share of its rows): it reads the group's scores, keeps float32 count, mean and
 sum of squares per agent (Welford's update, block-wise, merged as Chan et al.), derives the group's from the agents',
@@ -52,13 +52,13 @@ def _advantage_kernel(
     high = tl.full([AGENTS], float("-inf"), tl.float32)
     size = tl.zeros([AGENTS], tl.float32)
     for base in range(first, stop, STAT_ROWS):
-        seat = base + tl.arange(0, STAT_ROWS)
-        row = tl.load(order + seat, mask=seat < stop, other=0)
-        s = tl.load(scores + row, mask=seat < stop, other=0.0).to(tl.float32)
-        mine = (tl.load(agent + row, mask=seat < stop, other=-1)[:, None] == agents[None, :]) & (seat < stop)[:, None]
+        position = base + tl.arange(0, STAT_ROWS)
+        row = tl.load(order + position, mask=position < stop, other=0)
+        s = tl.load(scores + row, mask=position < stop, other=0.0).to(tl.float32)
+        mine = (tl.load(agent + row, mask=position < stop, other=-1)[:, None] == agents[None, :]) & (position < stop)[:, None]
         low = tl.minimum(low, tl.min(tl.where(mine, s[:, None], float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.where(mine, s[:, None], float("-inf")), axis=0))
-        m = tl.abs(tl.load(magnitude + row, mask=seat < stop, other=0.0).to(tl.float32))
+        m = tl.abs(tl.load(magnitude + row, mask=position < stop, other=0.0).to(tl.float32))
         size = tl.maximum(size, tl.max(tl.where(mine, m[:, None], 0.0), axis=0))
     group_low = tl.min(low, axis=0)
     group_spread = tl.max(high, axis=0) - group_low > rounding * tl.max(size, axis=0)
@@ -69,10 +69,10 @@ def _advantage_kernel(
     mean = tl.zeros([AGENTS], tl.float32)  # of s - low
     m2 = tl.zeros([AGENTS], tl.float32)
     for base in range(first, stop, STAT_ROWS):
-        seat = base + tl.arange(0, STAT_ROWS)
-        row = tl.load(order + seat, mask=seat < stop, other=0)
-        s = tl.load(scores + row, mask=seat < stop, other=0.0).to(tl.float32)
-        mine = (tl.load(agent + row, mask=seat < stop, other=-1)[:, None] == agents[None, :]) & (seat < stop)[:, None]
+        position = base + tl.arange(0, STAT_ROWS)
+        row = tl.load(order + position, mask=position < stop, other=0)
+        s = tl.load(scores + row, mask=position < stop, other=0.0).to(tl.float32)
+        mine = (tl.load(agent + row, mask=position < stop, other=-1)[:, None] == agents[None, :]) & (position < stop)[:, None]
         distance = tl.where(mine, s[:, None] - low[None, :], 0.0)
         block_count = tl.sum(mine.to(tl.float32), axis=0)
         block_mean = tl.sum(distance, axis=0) / tl.maximum(block_count, 1.0)
@@ -95,10 +95,10 @@ def _advantage_kernel(
 
     step = WRITE_ROWS * tl.num_programs(1)
     for base in range(first + WRITE_ROWS * tl.program_id(1), stop, step):
-        seat = base + tl.arange(0, WRITE_ROWS)
-        row = tl.load(order + seat, mask=seat < stop, other=0)
-        s = tl.load(scores + row, mask=seat < stop, other=0.0).to(tl.float32)
-        mine = tl.load(agent + row, mask=seat < stop, other=-1)[:, None] == agents[None, :]
+        position = base + tl.arange(0, WRITE_ROWS)
+        row = tl.load(order + position, mask=position < stop, other=0)
+        s = tl.load(scores + row, mask=position < stop, other=0.0).to(tl.float32)
+        mine = tl.load(agent + row, mask=position < stop, other=-1)[:, None] == agents[None, :]
         if MEAN == 2:
             centred = s - tl.sum(tl.where(mine, low[None, :], 0.0), axis=1)
             centred -= tl.sum(tl.where(mine, mean[None, :], 0.0), axis=1)
@@ -112,8 +112,8 @@ def _advantage_kernel(
             centred = tl.where(tl.sum(tl.where(mine, agent_differs[None, :], 0.0), axis=1) > 0, centred, 0.0)
         if MEAN == 1 or STD == 1:
             centred = tl.where(group_spread, centred, 0.0)
-        begin = tl.load(offsets + row, mask=seat < stop, other=0)
-        length = tl.load(offsets + row + 1, mask=seat < stop, other=0) - begin
+        begin = tl.load(offsets + row, mask=position < stop, other=0)
+        length = tl.load(offsets + row + 1, mask=position < stop, other=0) - begin
         values = tl.broadcast_to(centred[:, None], [WRITE_ROWS, WRITE_TOKENS])
         for token in range(0, tl.max(length, axis=0), WRITE_TOKENS):
             position = token + tl.arange(0, WRITE_TOKENS)

@@ -29,7 +29,8 @@ def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
     if rows == 0:
         return torch.zeros_like(columns[0]), 0
     limit = SPARSE_FACTOR * rows + 1024
-    index, slots = None, 1
+    index: Tensor | None = None
+    slots = 1
     for column in columns:
         low, high = (int(edge) for edge in column.aminmax())
         span = high - low + 1
@@ -41,6 +42,7 @@ def dense_index(*columns: Tensor) -> tuple[Tensor, int]:
         if slots > limit:
             values, index = index.unique(return_inverse=True)
             slots = values.numel()
+    assert index is not None, "at least one column"
     return index, slots
 
 

@@ -12,6 +12,7 @@ A logit of -inf has probability 0: it adds nothing to H (p log p -> 0), has no g
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def _check(temperature: float, rows: Tensor, targets: Tensor, width: int) -> Non
         raise ValueError(f"temperature = {temperature}: log-probs need a positive one; greedy samples cannot be trained on")
     if targets.dtype != torch.int64 or rows.shape != (*targets.shape, width) or targets.dim() != 1:
         raise ValueError(
-            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] beside [n, {width}], not {list(rows.shape)}"
+            f"targets are {targets.dtype} {list(targets.shape)}: needs int64 [n] with rows [n, {width}], not {list(rows.shape)}"
         )
 
 
@@ -86,7 +87,7 @@ def _real_columns(columns: int, group: dist.ProcessGroup | None, vocab_size: int
     return first, real
 
 
-def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None:
         dist.all_reduce(values, op, group=group)
     return values
@@ -107,10 +108,9 @@ def _forward(
     """Log-probs, entropies and log Z, [n] each.  `logits` is left as it is."""
     first, real = columns
     n, dtype = len(targets), _statistics_dtype(logits.dtype)
+    largest = logits.new_full((n,), float("-inf"), dtype=dtype)
     if real:
         largest = logits[:, :real].amax(1).to(dtype) / temperature
-    else:
-        largest = logits.new_full((n,), float("-inf"), dtype=dtype)
     _reduce(largest, group, dist.ReduceOp.MAX)
     sums = logits.new_zeros(4, n, dtype=dtype)  # exp(x - max), exp(x - max) (x - max), x_target - max, 1 on the target's rank
     for rows in _blocks(n):

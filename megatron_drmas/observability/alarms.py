@@ -77,8 +77,8 @@ class Episodes:
                 self._open[key] = episode
                 self.all.append(episode)
                 begun.append(episode)
-            elif episode.beyond is not None and (alarm.get("beyond") is None or alarm.get("beyond") > episode.beyond):
-                episode.worst, episode.beyond, episode.problem = step, alarm.get("beyond"), problem
+            elif episode.beyond is not None and ((beyond := alarm.get("beyond")) is None or beyond > episode.beyond):
+                episode.worst, episode.beyond, episode.problem = step, beyond, problem
             episode.last = step
         ended = [episode for episode in self._open.values() if step - episode.last >= QUIET]
         for episode in ended:
@@ -118,7 +118,9 @@ class Watch:
                 problem += f", nor was the loss of {', '.join(line['nonfinite'][policy])}"
             message = f"step {line['step']}: {self._called('policies', policy)} {problem}"
             alarms.append({"metric": "skipped", "who": policy, "value": count, "beyond": float(count), "message": message})
-        for metric in (metric for metric in METRICS if metric.limit):
+        for metric in METRICS:
+            if metric.limit is None:
+                continue
             scope = LINE_KEYS[metric.scope]
             for who, values in line[scope].items():
                 if metric.key not in values or (scope == "agents" and self._is_its_policy(who, metric.key, line)):
@@ -175,7 +177,7 @@ class Watch:
 
 
 def _times(limit: float, value: float) -> float | None:
-    """limit / value; None where that is no number."""
+    """limit / value; None where that is not a number."""
     return limit / value if value > 0 else None
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 24, 24
-MOST_POINTS = 120  # points of a line; more steps than these are drawn in equal bins
+MAX_POINTS = 120  # points of a line; more steps than these are drawn in equal bins
 
 
 @dataclass
@@ -31,7 +31,7 @@ def line_chart(
     Args:
         series: the lines; empty ones are left out.
         log: logarithmic axis; values that are not positive are left out.
-        bounds: least range of the axis; wider where values go beyond.
+        bounds: minimum range of the axis; wider where values go beyond.
         bins: what stands for many steps in one bin: "mean" or "max".
     """
     lines = [Series(line.name, line.color, _binned(_drawable(line.points, log), bins)) for line in series]
@@ -78,9 +78,9 @@ def _drawable(points: list[tuple[int, float | None]], log: bool) -> list[tuple[i
 
 
 def _binned(points: list[tuple[int, float | None]], bins: str) -> list[tuple[int, float | None]]:
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return points
-    size = math.ceil(len(points) / MOST_POINTS)
+    size = math.ceil(len(points) / MAX_POINTS)
     binned: list[tuple[int, float | None]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]

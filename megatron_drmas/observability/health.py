@@ -15,8 +15,8 @@ judges as an undisturbed one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from megatron_drmas.config.schema import HealthConfig, ShareConfig
 from megatron_drmas.observability.metrics import HEALTH
@@ -53,7 +53,8 @@ def count_causes(trajectories: Iterable[Trajectory]) -> dict[str, int]:
 
 def count_masked(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
     """How many trajectories failed; those that dynamic sampling replaced did not."""
-    team, agents = [0, 0], {}
+    team = [0, 0]
+    agents: dict[str, list[int]] = {}
     for trajectory in trajectories:
         failed = trajectory.failure not in (None, NO_SIGNAL)
         for count in (team, *(agents.setdefault(agent, [0, 0]) for agent in {turn.agent for turn in trajectory.turns})):
@@ -62,7 +63,7 @@ def count_masked(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
     return {"team": team, "agents": agents}
 
 
-def count_step(trajectories: Sequence[Trajectory], zero_advantage: dict[str, Count]) -> Counts:
+def count_step(trajectories: Sequence[Trajectory], zero_advantage: Mapping[str, Count]) -> Counts:
     """The counts of a step.
 
     Args:
@@ -99,8 +100,8 @@ def refusal(trajectories: Sequence[Trajectory], config: HealthConfig, when: str)
     """
     for who, count in _over(count_masked(trajectories), config.masked.stop, config.least_calls):
         failed = [trajectory for trajectory in trajectories if trajectory.failure not in (None, NO_SIGNAL)]
-        causes = Counter(trajectory.failure for trajectory in failed)
-        worst = causes.most_common(1)[0][0]
+        causes = count_causes(failed)
+        worst = max(causes, key=causes.__getitem__)
         detail = Counter(trajectory.failure_detail for trajectory in failed if trajectory.failure == worst).most_common(1)[0][0]
         whose = f" in which agent {who} spoke" if who else ""
         return (
@@ -187,7 +188,7 @@ class HealthRule:
             for who, count in over[:1] if over[0][0] is None else over:
                 more = "; ".join(part for part in (causes, "" if who or len(counts[kind]["agents"]) == 1 else agents) if part)
                 problem = f"{_whose(who)}{count[0]} of {count[1]} {what}{f' ({more})' if more else ''}"
-                yield _alarm(kind, who or "team", share(count), limits.warn, f"step {step}: {problem}")
+                yield _alarm(kind, who or "team", share(count), cast(float, limits.warn), f"step {step}: {problem}")
 
     def _stops(self, line: dict[str, Any]) -> Iterator[tuple[str, str | None, str]]:
         """What is as bad as it may be for `patience` steps: kind, agent (None: the step), problem and remedy.

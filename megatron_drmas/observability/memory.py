@@ -43,7 +43,7 @@ class MemorySampler:
     """Looks at the tree below this process from a background thread and remembers the most it saw.
 
     Args:
-        interval_s: least time between two looks; longer where one look costs more than `BUSY_SHARE` of it.
+        interval_s: minimum time between two looks; longer where one look costs more than `BUSY_SHARE` of it.
     """
 
     def __init__(self, interval_s: float = 2.0):

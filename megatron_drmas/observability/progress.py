@@ -125,7 +125,7 @@ def decimals(value: float | None) -> str:
 
 
 def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """What a finished run says last: what was learnt, and where things lie.
+    """What a finished run says last: what was learned, and where things lie.
 
     Args:
         summary: as in summary.json.

@@ -34,7 +34,7 @@ class StepRecord:
     health: dict[str, dict[str, Any]] = field(default_factory=dict)  # counts, see `health.count_step`
     workflow: dict[str, float] = field(default_factory=dict)  # means of the numbers in `Outcome.info`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for scope in ("agents", "policies"):
             for name, metrics in getattr(self, scope).items():
                 for key, value in metrics.items():

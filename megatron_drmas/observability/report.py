@@ -32,8 +32,8 @@ from megatron_drmas.observability.tensorboard import scalars
 
 EVERYTHING = "all questions"
 COLORS = 8  # classes c0 … c7 of the page; agents take them from the first, policies from the last
-MOST_TEXT = 20_000  # characters of one prompt or response
-MOST_ALARMS = 40
+MAX_TEXT = 20_000  # characters of one prompt or response
+MAX_ALARMS = 40
 TO_READ = {  # title -> the files whose first and last are shown
     "step {}": "step_*.jsonl",
     "evaluation after step {}, greedy": f"evaluation_{GREEDY}_*.jsonl",
@@ -95,7 +95,7 @@ def write_report(folder: Path | str) -> Path:
 
 
 @cache
-def _template():
+def _template() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -127,7 +127,7 @@ def render(run: Run) -> str:
         phases=phases(run),
         speed_charts=speed_charts(run),
         health=health_rows(run),
-        alarms=alarms[-MOST_ALARMS:],
+        alarms=alarms[-MAX_ALARMS:],
         alarm_count=len(alarms),
         glossary=glossary(run),
         trajectories=run.trajectories,
@@ -190,15 +190,15 @@ def results(run: Run) -> list[dict[str, Any]]:
 
 
 def _row(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "questions": (after or before)["questions"]}
+    row: dict[str, Any] = {"name": name, "questions": (after or before or {})["questions"]}
     for figure in ("success", "reward"):
-        values = [part and part[figure] for part in (before, after)]
-        errors = [part and part[f"{figure}_stderr"] for part in (before, after)]
+        first, last = (part[figure] if part else None for part in (before, after))
+        errors = [part[f"{figure}_stderr"] for part in (before, after) if part]
         row[figure] = {
-            "before": values[0],
-            "after": values[1],
-            "change": None if None in values else values[1] - values[0],
-            "error": None if None in errors else math.hypot(*errors),
+            "before": first,
+            "after": last,
+            "change": None if first is None or last is None else last - first,
+            "error": None if len(errors) < 2 or None in errors else math.hypot(*errors),
         }
     return row
 
@@ -233,6 +233,7 @@ def speed_charts(run: Run) -> list[dict[str, Any]]:
     charts = []
     for tag in ("time/step", "throughput/tokens_per_second") if steps else ():
         metric = metric_of(tag)
+        assert metric is not None, f"{tag} is in the table"
         points = [(step, values[tag]) for step, values in steps if tag in values]
         charts.append(_chart(metric, [Series(metric.title.lower(), 0, points)]))
     return charts
@@ -310,9 +311,9 @@ def choose(trajectories: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if longest is None or len(found["turns"]) > len(longest["turns"]):
             longest = found
     chosen: list[dict[str, Any]] = []
-    for found in (best, worst, invalid, longest):
-        if found is not None and not any(found is other for other in chosen):
-            chosen.append(found)
+    for each in (best, worst, invalid, longest):
+        if each is not None and not any(each is other for other in chosen):
+            chosen.append(each)
     return chosen
 
 
@@ -321,9 +322,9 @@ def _reward(trajectory: dict[str, Any]) -> float:
 
 
 def seen(text: str) -> str:
-    """`text` with hidden characters, and those that turn its direction, spelled out; cut after `MOST_TEXT` characters."""
-    shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MOST_TEXT])
-    return shown + (f"\n… and {len(text) - MOST_TEXT} more characters" if len(text) > MOST_TEXT else "")
+    """`text` with hidden characters, and those that turn its direction, spelled out; cut after `MAX_TEXT` characters."""
+    shown = UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:MAX_TEXT])
+    return shown + (f"\n… and {len(text) - MAX_TEXT} more characters" if len(text) > MAX_TEXT else "")
 
 
 def main(argv: list[str] | None = None) -> int:

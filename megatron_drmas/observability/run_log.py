@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -37,7 +38,7 @@ from megatron_drmas.observability.report import write_report
 from megatron_drmas.observability.summary import FINISHED, Summary
 from megatron_drmas.observability.tensorboard import TensorBoard
 
-REPORT_EVERY_S = 60.0  # least time between two reports of a running run
+REPORT_EVERY_S = 60.0  # minimum time between two reports of a running run
 REPORT_SHARE = 0.02  # of the run's time, at most, for reports while it runs
 
 
@@ -69,13 +70,13 @@ class RunLog:
         steps: int,
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        health: HealthConfig = HealthConfig(),
+        health: HealthConfig | None = None,
     ):
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._about = (name, seed, steps)
         self._agents_of, self._causes = agents_by_policy(config), likely_causes(config)
-        self._health_config = health
+        self._health_config = health or HealthConfig()
         self._clock = clock
         self._finished = False
         write_atomically(self._run_dir / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
@@ -99,7 +100,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Finish: "finished", "interrupted" or "failed: <error>"."""
         if error is None:
             self.finish(FINISHED)
@@ -155,7 +156,7 @@ class RunLog:
         """One training step: metrics.jsonl, TensorBoard, alarms, summary.json, the progress line.
 
         Returns:
-            Why the run must stop after this step; None if it may go on.
+            Why the run must stop after this step; None if it may continue.
         """
         values = plain(record)
         alarms = self._judge(values)
@@ -220,7 +221,7 @@ class RunLog:
         self.note(f"restart: {cause}{f' ({detail})' if detail else ''}", style="yellow")
 
     def log_changes(self, changes: dict[str, tuple[Any, Any]]) -> None:
-        """Settings that the run goes on with other than before: key -> (old, new)."""
+        """Settings that the run continues with other than before: key -> (old, new)."""
         if changes:
             self._write("change", self._start_step, changes=plain(changes))
         for key, (old, new) in changes.items():
@@ -325,7 +326,7 @@ def _remove(path: Path) -> None:
 
 
 def closing_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """What a run says at its end: what was learnt, and where things lie.
+    """What a run says at its end: what was learned, and where things lie.
 
     Args:
         run_dir: the run's folder.

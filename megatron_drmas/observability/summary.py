@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,6 @@ def comparable(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(first[key] == second[key] for key in ("mode", "temperature", "top_p", "samples", "asked"))
 
 
-def _add_counts(totals: dict[str, float], counts: dict[str, float]) -> None:
+def _add_counts(totals: dict[str, float], counts: Mapping[str, float]) -> None:
     for key, count in counts.items():
         totals[key] = totals.get(key, 0) + count

@@ -5,7 +5,7 @@ in one answer, so a thousand short calls do not cost a thousand messages.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class PolicyClient:
 
     POLL_S = 2.0
 
-    def __init__(self, policy: str, engines: list[EngineHandle], timeout_s: float, lockstep: bool = False):
+    def __init__(self, policy: str, engines: Sequence[EngineHandle], timeout_s: float, lockstep: bool = False):
         self.policy = policy
         self.lockstep = lockstep
         self.generated_tokens = 0
@@ -133,9 +133,10 @@ class PolicyClient:
 
     def _finished(self, task: asyncio.Task, index: int) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
             return
         stranded, self._in_flight[index] = self._in_flight[index], {}
         for future in stranded.values():
             if not future.done():
-                future.set_exception(task.exception())
+                future.set_exception(error)

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def finite_reward(value: Any, of_what: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= FLOAT32_MAX:
-        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is no finite number")
+        raise TrajectoryFailure("reward", f"{of_what} {value!r}, which is not a finite number")
     return number
 
 
@@ -123,7 +123,7 @@ class Collector:
 
     async def stream(
         self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False
-    ) -> AsyncIterator[Trajectory]:
+    ) -> AsyncGenerator[Trajectory, None]:
         """As `collect`, each trajectory when it has finished; closing the stream ends those that still run."""
         trajectories = [
             Trajectory(question, group, sample) for group, question in enumerate(questions) for sample in range(samples)
@@ -260,11 +260,12 @@ class _TrajectoryContext:
                     self._collector.live -= 1
                     self._collector.next_round()
 
-        results = await asyncio.gather(*map(branch, calls), return_exceptions=True)
-        for result in results:
+        turns = []
+        for result in await asyncio.gather(*map(branch, calls), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        return results
+            turns.append(result)
+        return turns
 
     async def tool(self, name: str, **arguments: Any) -> Any:
         """Call a tool of the environment; how many results a list has is kept for the health rule."""

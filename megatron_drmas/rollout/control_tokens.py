@@ -44,7 +44,7 @@ class ControlTokens:
         }
         self.ids = {content: id for id, content in self._names.items()}
         self._all, self._special = _Finder(self.ids), _Finder(self.special)
-        # Normalisation can make a control token of other characters, such as full-width brackets.
+        # Normalization can make a control token of other characters, such as full-width brackets.
         self._normalizer = self._backend.normalizer if any(added[id].normalized for id in self.ids.values()) else None
 
     def spelled(self, message: dict[str, str]) -> list[str]:
@@ -90,7 +90,7 @@ class ControlTokens:
         for id, (start, stop) in zip(encoding.ids, encoding.offsets):
             name = self._names.get(id)
             if name is not None and name in text[start:stop]:  # or it is the unknown token, and stands for a character
-                start += text[start:stop].index(name)  # white space that the token takes in stays with its neighbours
+                start += text[start:stop].index(name)  # white space that the token takes in stays with its neighbors
                 parts += [mask.lift(text[end:start]), self._aliases[name]]
                 end = start + len(name)
         parts.append(mask.lift(text[end:]))
@@ -127,7 +127,7 @@ class ControlTokens:
         """Id in the copy → id, where they differ."""
         tokens = self._backend.get_added_tokens_decoder()
         ids = {self._plain.token_to_id(self._rename(token.content)): id for id, token in tokens.items()}
-        return {copied: id for copied, id in ids.items() if copied != id}
+        return {copied: id for copied, id in ids.items() if copied is not None and copied != id}
 
     def _rename(self, token: str) -> str:
         return self._aliases.get(token, token)

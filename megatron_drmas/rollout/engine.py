@@ -247,7 +247,7 @@ class Engine:
     def _wake(self) -> None:
         if self._waiter is not None:
             loop, arrived = self._waiter
-            loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+            loop.call_soon_threadsafe(lambda: None if arrived.done() else arrived.set_result(None))
 
     def _die(self, error: BaseException) -> None:
         with self._lock:

@@ -23,6 +23,6 @@ def cpu_head_sizes() -> tuple[int, ...]:
         raise LookupError(f"{path}: {error.strerror}") from error
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
-            returned = next(step.value for step in ast.walk(node) if isinstance(step, ast.Return))
+            returned = next(step.value for step in ast.walk(node) if isinstance(step, ast.Return) and step.value)
             return tuple(ast.literal_eval(returned))
     raise LookupError(f"{path} lists no head sizes")

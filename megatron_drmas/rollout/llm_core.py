@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +32,7 @@ class LLMCore:
 
     def __init__(self, settings: EngineSettings):
         self.incomplete: str | None = None
-        self.counts: Counter = Counter()
+        self.counts: dict[str, float] = defaultdict(int)
         self._manifest = Manifest.of_folder(settings.model, settings.dtype)
         self._stop_ids = list(settings.stop_ids)
         self._llm = LLMEngine.from_engine_args(engine_args(settings))

@@ -48,9 +48,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
         ChatError: transformers cannot load it, or has no `tokenizers` version of it.
     """
     if (Path(model) / "tokenizer.json").is_file():
-        loader = PreTrainedTokenizerFast
+        loader: Any = PreTrainedTokenizerFast
     else:
-        from transformers import AutoTokenizer as loader  # imports every model's configuration
+        from transformers import AutoTokenizer  # imports every model's configuration
+
+        loader = AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(model, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing more exact
@@ -245,9 +247,9 @@ class ChatTokenizer:
                     raise ChatError(f"its {file} has eos_token_id {id}, which is {token}", remedy)
         first = set(sources[EOS_FILES[0]] or sources[EOS_FILES[1]])
         if any(not first.issuperset(ids) for ids in sources.values()):
-            told = ", ".join(f"{source} says {' '.join(map(str, ids)) or 'nothing'}" for source, ids in sources.items())
+            sources_say = ", ".join(f"{source} says {' '.join(map(str, ids)) or 'nothing'}" for source, ids in sources.items())
             names = " or ".join(f"{added[id].content} ({id})" for id in stop_ids)
-            self.notices.append(f"what ends a response is told differently ({told}): {names} will")
+            self.notices.append(f"the sources disagree on what ends a response ({sources_say}): {names} will")
         return stop_ids
 
     def _template(self) -> str:

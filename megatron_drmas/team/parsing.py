@@ -84,7 +84,8 @@ def last_boxed(text: str) -> str | None:
         return None
     start = boxes[-1].end()
     if text[start : start + 1] != "{":
-        return _UNBRACED.match(text, start).group() or None
+        unbraced = _UNBRACED.match(text, start)
+        return unbraced.group() or None if unbraced else None
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
@@ -101,7 +102,7 @@ def after_reasoning(text: str, prompt_end: str = "") -> str | None:
         prompt_end: the end of its prompt.  Some chat templates open the reasoning there, and a response then only closes it.
 
     Returns:
-        None if the reasoning is not finished: what stands in it is no answer yet.
+        None if the reasoning is not finished: what stands in it is not an answer yet.
     """
     _, closed, answer = text.rpartition(THINK_CLOSED)
     opened = prompt_end.rstrip().endswith(THINK_OPEN)

@@ -1,6 +1,7 @@
 """Agents' prompts: Jinja templates from the configuration, rendered with the workflow's variables."""
 
 from functools import cache
+from typing import Any
 
 from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,7 +28,7 @@ def prompt_variables(template: str) -> set[str]:
     return meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
 
 
-def render_prompt(template: str, **variables) -> str:
+def render_prompt(template: str, **variables: Any) -> str:
     """The prompt's text.
 
     Args:

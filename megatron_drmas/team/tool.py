@@ -1,4 +1,4 @@
-"""Tools: what a workflow calls beside its agents.
+"""Tools: what a workflow calls in addition to its agents.
 
 An environment brings its own, as methods:
 
@@ -48,7 +48,7 @@ class Tool:
     timeout_s: float | None = 60.0
     cause: str = "tool"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not inspect.iscoroutinefunction(self.function):
             raise TypeError(f"tool {self.name!r} is not a coroutine function: define it with async def")
 

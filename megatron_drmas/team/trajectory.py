@@ -12,7 +12,7 @@ NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampl
 class Turn:
     """One agent call.
 
-    `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenised
+    `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenized
     again for training.
     """
 

@@ -66,7 +66,7 @@ class Workflow:
         parsers: the parser of an agent whose content the workflow takes apart.
         verdicts: the agents that accept or reject, and the two words, (accept, reject), which must be among each one's `choices`.
             `run` sets `Turn.verdict` of the verdicts that the trajectory's return judges; others say nothing about it.
-        min_turns: the least `max_turns` with which every agent can be called.
+        min_turns: the smallest `max_turns` with which every agent can be called.
         answering: the roles whose content the environment grades, as the outcome's answer or for a call's own reward.
     """
 

@@ -1,6 +1,7 @@
 """The tensors a vLLM model computes with, back under their HF names."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def iter_loaded_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         WeightSyncError: experts in a kernel's own layout, or spread over workers.
     """
-    packed = model.packed_modules_mapping
+    packed: Any = model.packed_modules_mapping
     seen: set[int] = set()
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -81,6 +82,6 @@ def _experts(path: str, module: RoutedExperts, kind: str, tensor: Tensor) -> Ite
 
 
 def _gather(part: Tensor, copies: int = 1) -> Tensor:
-    """Rows of all workers; `copies` neighbours hold the same."""
+    """Rows of all workers; `copies` neighbors hold the same."""
     rows = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
     return rows.view(-1, *part.shape)[::copies].flatten(0, 1)

@@ -15,7 +15,7 @@ class IpcSender(BucketSender):
     """Publishes CUDA IPC handles; nothing is copied unless a tensor must be cast or made contiguous.
 
     An engine's worker opens the handle of its own GPU, so every rank publishes, of all data-parallel replicas, and
-    `synchronise` puts the handles of one bucket together.  A worker's GPU must hold a rank of every pipeline stage:
+    `synchronize` puts the handles of one bucket together.  A worker's GPU must hold a rank of every pipeline stage:
     this back end serves actors with pipeline 1.  Follows vLLM 0.32's unpacked format (`init_info` {}); untested here.
     """
 

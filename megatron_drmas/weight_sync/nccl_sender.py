@@ -54,7 +54,7 @@ class NcclTransport(Transport):
 
     joins = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._communicator: Any = None
 
     @classmethod

@@ -3,6 +3,7 @@
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -33,7 +34,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._mapped: dict[str, mmap.mmap] = {}
 
@@ -45,7 +46,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         memory = torch.frombuffer(self._map(update_info.segment), dtype=torch.uint8)
-        weights = []
+        weights: list[tuple[str, torch.Tensor]] = []
         for name, dtype_name, shape, offset in zip(
             update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets, strict=True
         ):

@@ -64,7 +64,7 @@ class ShmTransport(Transport):
 
     @classmethod
     def objection(cls, route: Route) -> str | None:
-        return "actor and engines lie on several nodes, which share no memory" if route.nodes > 1 else None
+        return "actor and engines are on several nodes, which share no memory" if route.nodes > 1 else None
 
     @classmethod
     def engine_class(cls) -> type:

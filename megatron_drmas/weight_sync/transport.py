@@ -69,8 +69,9 @@ class Transport(ABC):
         """
         return [{} for _ in range(engines)]
 
-    def join(self, info: dict) -> None:  # noqa: B027  most transports have no group
+    def join(self, info: dict) -> None:
         """Join the transfer group, on the actor's first rank, while the engines initialize theirs; only where `joins`."""
+        raise NotImplementedError
 
     @abstractmethod
     def sender(

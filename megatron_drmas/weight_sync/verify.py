@@ -14,7 +14,7 @@ def digest(tensor: Tensor) -> str:
     """Of dtype, shape and every bit."""
     data = tensor.detach().cpu().contiguous()
     state = hashlib.blake2b(f"{data.dtype} {tuple(data.shape)} ".encode(), digest_size=16)
-    state.update(data.reshape(-1).view(torch.uint8).numpy())
+    state.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 

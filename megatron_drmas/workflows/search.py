@@ -84,7 +84,7 @@ class SearchFollowUpWorkflow(SearchWorkflow):
     """`SearchWorkflow` with a fourth role: every query after the first is the Follow-up agent's.
 
     A question that one query answers has no need of it, and a hasty Verifier never lets it speak: a role that is rare
-    by design, for comparing normalisations.
+    by design, for comparing normalizations.
     """
 
     agents = SearchWorkflow.agents | {"follow_up": SearchWorkflow.agents["search"]}
@@ -104,7 +104,7 @@ class GatedOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.keep <= 1:
             raise ConfigError(
-                "team.workflow.options.keep", self.keep, "is no share of the trajectories", "use a number in [0, 1]"
+                "team.workflow.options.keep", self.keep, "is not a share of the trajectories", "use a number in [0, 1]"
             )
 
 
@@ -117,7 +117,7 @@ class SearchGatedWorkflow(Workflow):
     Retrieval loses every passage that holds the answer in a share 1 - `keep` of the trajectories, drawn trajectory by
     trajectory.  A trajectory that found none ends without an answer and returns `otherwise`.  So the Answer agent is called
     in a part of each question's trajectories, whose mean return differs from all trajectories' by construction: a
-    conditional role, for comparing normalisations.
+    conditional role, for comparing normalizations.
 
     With g the share that calls it and p its accuracy (the others returning 0), the factor by which a group baseline
     multiplies the second moment of its gradient is (1 - p + (1 - g)^2 p) / (g (1 - g p)): at least 2 for g <= 1/3.

@@ -11,7 +11,7 @@ class VotingWorkflow(Workflow):
 
     Template variables: `question` (str); the Aggregator also sees `candidates` (list of str, the Voters' outputs in order).
 
-    A pick that is malformed, or of a candidate that does not exist or is malformed itself, is no answer: there is no falling
+    A pick that is malformed, or of a candidate that does not exist or is malformed itself, is not an answer: there is no falling
     back to the first.  Where every candidate is malformed the Aggregator is not asked.  By itself a vote earns its grade; a
     pick earns 1 if the candidate is right, -1 if it is not although another is, and 0 where none is.
 

@@ -38,7 +38,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, settings: ActorSettings, job: Callable, *args) -> list:
-        """`job(actor, *args)` on every rank of the layout, `actor` being initialised from the policy's folder.
+        """`job(actor, *args)` on every rank of the layout, `actor` being initialized from the policy's folder.
 
         Returns:
             What the ranks returned, by rank.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_drmas.actor.parallel import initialise_groups
+from megatron_drmas.actor.parallel import initialize_groups
 from tests.actor.ranks import make_settings
 
 
@@ -13,4 +13,4 @@ def test_a_schedule_lasts_the_run_unless_told():
 
 def test_the_number_of_processes_must_be_the_layouts():
     with pytest.raises(ValueError, match="tensor 2 x pipeline 1 x data 1 = 2 processes, but 3 were started"):
-        initialise_groups(make_settings("folder", "tp2"), 0, 3, "127.0.0.1", 1)
+        initialize_groups(make_settings("folder", "tp2"), 0, 3, "127.0.0.1", 1)

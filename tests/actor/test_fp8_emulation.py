@@ -46,19 +46,19 @@ def test_out_of_range_saturates_and_nan_stays(dtype, largest):
 
 def test_zeros_stay_zero():
     for scaling in (TensorwiseScaling(), BlockwiseScaling(), DelayedScaling(Fp8Config())):
-        assert scaling.quantise(torch.zeros(3, 5), INPUT, True).eq(0).all()
-        assert scaling.quantise(torch.zeros(0, 5), INPUT, True).shape == (0, 5)
+        assert scaling.quantize(torch.zeros(3, 5), INPUT, True).eq(0).all()
+        assert scaling.quantize(torch.zeros(0, 5), INPUT, True).shape == (0, 5)
 
 
 def test_an_outlier_costs_the_whole_tensor_or_its_block_only():
     values = normal(4, 256) * 1e-3
     values[0, 0] = 1e4
     error = {
-        name: (scaling.quantise(values, INPUT, True) - values)[1:].abs().max()
+        name: (scaling.quantize(values, INPUT, True) - values)[1:].abs().max()
         for name, scaling in {"tensor": TensorwiseScaling(), "block": BlockwiseScaling()}.items()
     }
     assert error["block"] < 2e-4 < error["tensor"]
-    assert (BlockwiseScaling().quantise(values, INPUT, True) - values)[0, 128:].abs().max() < 2e-4
+    assert (BlockwiseScaling().quantize(values, INPUT, True) - values)[0, 128:].abs().max() < 2e-4
 
 
 def test_blocks_follow_the_summed_dimension():
@@ -67,12 +67,12 @@ def test_blocks_follow_the_summed_dimension():
     by_row, by_column = values.clone(), values.clone()
     by_row[7] *= 2.0**12
     by_column[:, 7] *= 2.0**12
-    plain = blockwise.quantise(values, GRADIENT, True)
-    assert torch.equal(blockwise.quantise(by_row, GRADIENT, True)[8:], plain[8:])
+    plain = blockwise.quantize(values, GRADIENT, True)
+    assert torch.equal(blockwise.quantize(by_row, GRADIENT, True)[8:], plain[8:])
     transposed = blockwise.for_weight_gradient(values, plain, GRADIENT)
     assert torch.equal(blockwise.for_weight_gradient(by_column, plain, GRADIENT)[:, 8:], transposed[:, 8:])
     assert not torch.equal(
-        blockwise.quantise(by_row.t().contiguous(), WEIGHT, True), blockwise.quantise(values.t().contiguous(), WEIGHT, True)
+        blockwise.quantize(by_row.t().contiguous(), WEIGHT, True), blockwise.quantize(values.t().contiguous(), WEIGHT, True)
     )
 
 
@@ -82,13 +82,13 @@ def test_delayed_scale_comes_from_the_window_of_earlier_uses():
     for use, amax in enumerate([None, 4.0, 4.0, 1.0, 1.0]):
         scale = 1.0 if amax is None else 448 / amax / 2
         scaled = values * {0: 4.0, 1: 1.0}.get(use, 1.0) / values.abs().max()
-        assert torch.equal(scaling.quantise(scaled, INPUT, True), round_to_fp8(scaled, scale, E4M3))
+        assert torch.equal(scaling.quantize(scaled, INPUT, True), round_to_fp8(scaled, scale, E4M3))
     assert scaling.history[WEIGHT].eq(0).all()
 
 
 def test_delayed_scaling_without_gradient_leaves_no_trace():
     scaling = DelayedScaling(Fp8Config(recipe="delayed"))
-    scaling.quantise(normal(2, 3), INPUT, False)
+    scaling.quantize(normal(2, 3), INPUT, False)
     assert scaling.history.eq(0).all()
 
 
@@ -112,8 +112,8 @@ def test_linear_equals_products_of_rounded_tensors(recipe):
 
     scaling = make_scaling(config)
     flat, g = x.detach().reshape(-1, 96), gradient.reshape(-1, 40)
-    qx, qw = scaling.quantise(flat, INPUT, True), scaling.quantise(weight.detach(), WEIGHT, True)
-    qg = scaling.quantise(g, GRADIENT, True)
+    qx, qw = scaling.quantize(flat, INPUT, True), scaling.quantize(weight.detach(), WEIGHT, True)
+    qg = scaling.quantize(g, GRADIENT, True)
     torch.testing.assert_close(output, (qx @ qw.t()).view(2, 70, 40))
     torch.testing.assert_close(x.grad, (qg @ qw).view(2, 70, 96))
     expected = scaling.for_weight_gradient(g, qg, GRADIENT).t() @ scaling.for_weight_gradient(flat, qx, INPUT)

@@ -74,7 +74,7 @@ class Oracle:
     def unit(self, i, weighting):
         return self.trajectory[i] if weighting == "trajectory" else ("row", i)
 
-    def normalise(self, values, mean_cell, std_cell, weighting):
+    def normalize(self, values, mean_cell, std_cell, weighting):
         of_mean, advantages = self.units(values, mean_cell, weighting), []
         of_std = None if std_cell is None else self.units(values, std_cell, weighting)
         for i in self.rows:
@@ -88,9 +88,9 @@ class Oracle:
             advantages.append(Fraction(centred))
         return advantages
 
-    def normalised(self):
+    def normalized(self):
         config = self.config
-        return self.normalise(self.scores, self.cell(config.mean), self.scope(config.std), config.weighting)
+        return self.normalize(self.scores, self.cell(config.mean), self.scope(config.std), config.weighting)
 
     def rloo(self):
         cell, advantages = self.cell(self.config.mean), []
@@ -104,11 +104,11 @@ class Oracle:
 
     def reinforce_pp_baseline(self):
         config = self.config
-        centred = self.normalise(self.scores, self.cell(config.mean), None, config.weighting)
+        centred = self.normalize(self.scores, self.cell(config.mean), None, config.weighting)
         if config.std == "none":
             return centred
         whole = [self.agent[i] if config.std == "agent" else 0 for i in self.rows]
-        return self.normalise(centred, whole, whole, config.weighting)
+        return self.normalize(centred, whole, whole, config.weighting)
 
     def gigpo(self):
         config = self.config
@@ -120,8 +120,8 @@ class Oracle:
             rewards = [self.scores[j] - self.reward[j] for _, j in later]
             rewards[-1] += self.reward[i]
             returns.append(sum(Fraction(str(config.gigpo_discount)) ** k * reward for k, reward in enumerate(rewards)))
-        step = self.normalise(returns, self.cell(config.mean, self.state), self.scope(config.std, self.state), "step")
-        return [episode + Fraction(config.gigpo_weight) * local for episode, local in zip(self.normalised(), step)]
+        step = self.normalize(returns, self.cell(config.mean, self.state), self.scope(config.std, self.state), "step")
+        return [episode + Fraction(config.gigpo_weight) * local for episode, local in zip(self.normalized(), step)]
 
     def advantages(self):
         return torch.tensor([float(value) for value in getattr(self, self.config.estimator)()])
@@ -244,7 +244,7 @@ def test_rounding_is_no_spread_of_the_batch(make_batch):
     """Group 0 has one invalid row; group 1 is one trajectory of three invalid calls and a valid one: no group has a contrast."""
     batch = make_batch([0] * 5, [0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0.0] * 5, valid=[False, False, False, False, True])
     for config in (
-        c for c in VARIANTS if c.weighting == "trajectory" and c.estimator in ("reinforce_pp_baseline", "normalised", "rloo")
+        c for c in VARIANTS if c.weighting == "trajectory" and c.estimator in ("reinforce_pp_baseline", "normalized", "rloo")
     ):
         if config.group_key != "question_agent_turn":
             assert row_advantages(batch, config, invalid_penalty=0.1).eq(0).all()
@@ -394,7 +394,7 @@ def test_errors_name_the_key(random_batch):
             compute_advantages(batch, AlgorithmConfig(advantage=config))
     with pytest.raises(ValueError, match="state"):
         compute_advantages(replace(batch, state=None), AlgorithmConfig(advantage=AdvantageConfig("gigpo")))
-    with pytest.raises(ValueError, match="row 2 .agent"):
+    with pytest.raises(ValueError, match=r"row 2 .agent"):
         compute_advantages(replace(batch, reward=batch.reward.index_fill(0, torch.tensor(2), float("nan"))), AlgorithmConfig())
     with pytest.raises(ValueError, match="twice"):
         register_estimator("rloo")(lambda *_: None)

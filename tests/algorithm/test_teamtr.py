@@ -58,7 +58,7 @@ def advantages(policies, transitions, rewards, horizon, discount):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_occupancy_bound(seed):
-    """||d_new - d_old||_1 <= sqrt(2) g / (1 - g) sum_i sqrt(delta_i), d the normalised discounted state distribution."""
+    """||d_new - d_old||_1 <= sqrt(2) g / (1 - g) sum_i sqrt(delta_i), d the normalized discounted state distribution."""
     policies, transitions, _, start, generator = random_team(seed)
     discount, horizon = 0.8, 200
     new, bound = policies, 0.0

@@ -1,4 +1,4 @@
-"""What the tests let Megatron ranks do; every function here runs inside an initialised layout."""
+"""What the tests let Megatron ranks do; every function here runs inside an initialized layout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from checkpoints_conv.megatron.load import load_hf_weights
 from tests.checkpoints_conv.ranks import Layout
 
 
-def initialise(layout: Layout, rank: int, store: Path) -> None:
+def initialize(layout: Layout, rank: int, store: Path) -> None:
     cpu.install()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=layout.size)
@@ -40,7 +40,7 @@ def destroy() -> None:
 
 
 def each(job: Callable, arguments: list[tuple]) -> list:
-    """One job on several arguments, in one initialisation of Megatron."""
+    """One job on several arguments, in one initialization of Megatron."""
     return [job(*args) for args in arguments]
 
 
@@ -51,7 +51,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 def loaded(folder: Path) -> tuple[list, ModelSpec]:
     spec = spec_of(folder)
-    chunks = build_model(spec, initialise=True)
+    chunks = build_model(spec, initialize=True)
     load_hf_weights(chunks, folder, spec)
     return chunks, spec
 
@@ -116,7 +116,7 @@ def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path, per_layer: b
         Parameters that differ from loading the Hugging Face folder.
     """
     chunks, spec = loaded(folder)
-    others = build_model(spec, initialise=True)
+    others = build_model(spec, initialize=True)
     load_dist_checkpoint(others, checkpoint)
     metadata = {"non_homogeneous_layers": True} if per_layer else None
     state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(others)}
@@ -157,7 +157,7 @@ def describe_keys(state: dict) -> list[str]:
 def load_saved(folder: Path, saved: Path) -> list[str]:
     """Load a distributed checkpoint by Megatron; returns the parameters that differ from the Hugging Face folder's."""
     chunks, spec = loaded(folder)
-    others = build_model(spec, initialise=True)
+    others = build_model(spec, initialize=True)
     load_dist_checkpoint(others, saved)
     return differing(chunks, others)
 

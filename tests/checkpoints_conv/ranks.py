@@ -28,7 +28,7 @@ class Layout:
 
 
 class Ranks:
-    """Up to `size` processes; each `run` initialises Megatron in one layout and does one job on every rank."""
+    """Up to `size` processes; each `run` initializes Megatron in one layout and does one job on every rank."""
 
     def __init__(self, size: int):
         # Forked from a server that has imported Megatron once: the processes start at once, and pytest's own stays clean.
@@ -78,7 +78,7 @@ def _serve(pipe) -> None:
         except EOFError:
             return
         try:
-            jobs.initialise(layout, rank, store)
+            jobs.initialize(layout, rank, store)
             answer = (False, job(*args))
         except Exception:  # reported by `run`, in pytest's process
             answer = (True, traceback.format_exc())

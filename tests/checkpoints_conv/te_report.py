@@ -30,7 +30,7 @@ def build(folder: Path) -> tuple[list, object]:
     layers = get_gpt_layer_with_transformer_engine_spec(
         num_experts=spec.experts or None, moe_grouped_gemm=spec.experts > 0, qk_layernorm=spec.qk_norm
     )
-    return build_model(spec, layers, initialise=True, moe_grouped_gemm=spec.experts > 0), spec
+    return build_model(spec, layers, initialize=True, moe_grouped_gemm=spec.experts > 0), spec
 
 
 def report(folder: Path, checkpoint: Path, saved: Path) -> dict:
@@ -54,7 +54,7 @@ def report(folder: Path, checkpoint: Path, saved: Path) -> dict:
 def main() -> None:
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
-        jobs.initialise(Layout(), 0, Path(folder) / "store")
+        jobs.initialize(Layout(), 0, Path(folder) / "store")
         reports = [report(*map(Path, case)) for case in json.loads(cases.read_text())]
         jobs.destroy()
     out.write_text(json.dumps(reports))

@@ -128,8 +128,8 @@ def check_means_the_same(spec: ModelSpec, config: dict, family: str) -> None:
     torch.testing.assert_close(rotary_frequencies(understood, family), megatron_frequencies(spec), rtol=1e-5, atol=0)
     if family == "qwen3_moe":
         assert spec.experts == understood.num_experts and spec.experts_per_token == understood.num_experts_per_tok
-        assert spec.normalise_experts is understood.norm_topk_prob
-        assert spec.experts_per_token > 1 or not spec.normalise_experts
+        assert spec.normalize_experts is understood.norm_topk_prob
+        assert spec.experts_per_token > 1 or not spec.normalize_experts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(understood)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".experts." not in name}

@@ -103,10 +103,10 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(folder, tmp_path):
     held = load_file(shard)
     held["model.norm.weight"][0] = 1e6
     save_file(held, shard, metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
+    with pytest.raises(ConversionError, match=r"model.norm.weight holds values that float16 cannot"):
         to_megatron(folder, tmp_path / "half", Dtype.F16)
     to_megatron(folder, tmp_path / "megatron")
-    with pytest.raises(ConversionError, match="model.norm.weight holds values that float16 cannot"):
+    with pytest.raises(ConversionError, match=r"model.norm.weight holds values that float16 cannot"):
         to_hf(tmp_path / "megatron", tmp_path / "back", dtype=Dtype.F16)
 
 
@@ -119,7 +119,7 @@ def test_an_existing_result_is_left_alone(folder, tmp_path, capsys):
 def test_too_little_space_is_told_before_anything_is_written(folder, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
-    with pytest.raises(ConversionError, match="needs 0.00 GB, but only 0.00 GB are free"):
+    with pytest.raises(ConversionError, match=r"needs 0.00 GB, but only 0.00 GB are free"):
         to_megatron(folder, tmp_path / "megatron")
     assert not list(tmp_path.glob("megatron*"))
 
@@ -141,7 +141,7 @@ def test_a_hugging_face_folder_is_no_megatron_checkpoint(folder, tmp_path):
 def test_a_folder_of_that_name_with_something_else_in_it_is_left_alone(folder, tmp_path):
     kept = tmp_path / "megatron.incomplete" / "mine"
     kept.mkdir(parents=True)
-    with pytest.raises(ConversionError, match="megatron.incomplete holds"):
+    with pytest.raises(ConversionError, match=r"megatron.incomplete holds"):
         to_megatron(folder, tmp_path / "megatron", Dtype.F16)
     assert kept.is_dir()
 

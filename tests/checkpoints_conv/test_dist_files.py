@@ -154,7 +154,7 @@ BOMBS = {
 def test_a_malicious_pickle_costs_nothing(tmp_path, repository, name):
     """As metadata and in a chunk: within a second of processor time and 200 MiB more memory."""
     (tmp_path / ".metadata").write_bytes(BOMBS[name])
-    size = archived(tmp_path / "file", BOMBS[name][: dist_chunks.MOST_DESCRIPTION], bytes(12))
+    size = archived(tmp_path / "file", BOMBS[name][: dist_chunks.MAX_DESCRIPTION], bytes(12))
     script = f"""
 import resource, sys
 from pathlib import Path

@@ -99,7 +99,7 @@ def test_an_absent_window_is_the_window_that_transformers_takes():
     """Mistral's default is 4096, whatever max_position_embeddings says; a window that covers all positions is none."""
     long, short = config_json("mistral"), config_json("mistral", max_position_embeddings=4096)
     with pytest.raises(
-        ConversionError, match="no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"
+        ConversionError, match=r"no sliding_window, for which transformers takes 4096.*max_position_embeddings=16384"
     ):
         spec_of(without(long, "sliding_window"))
     assert spec_of(without(short, "sliding_window")) == spec_of(short)
@@ -138,7 +138,7 @@ WINDOWED = {"use_sliding_window": True, "layer_types": None}
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None, "rope_theta": 1e6}, "yarn"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
         ("qwen3", {"rope_parameters": LLAMA3_ROPE}, "llama3"),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ("llama", {"vision_config": {"depth": 2}}, "multimodal"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
         ("llama", {"architectures": []}, "architectures"),
@@ -188,7 +188,7 @@ WINDOWED = {"use_sliding_window": True, "layer_types": None}
         ("llama", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config"),
         ("llama", {"num_experts": 4}, "num_experts=4"),
         ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
-        ("llama", {"quantization_config": {}}, "quantised"),
+        ("llama", {"quantization_config": {}}, "quantized"),
     ],
 )
 def test_what_cannot_be_converted_exactly_is_refused_by_name(family, change, named):

@@ -189,7 +189,7 @@ def test_expert_numbers_are_global(local):
 
 def test_unknown_parameter_and_wrong_shape_are_named():
     mapping = ModelMapping(tiny_spec(hidden_size=16))
-    with pytest.raises(ConversionError, match="output_layer.bias"):
+    with pytest.raises(ConversionError, match=r"output_layer.bias"):
         hf_tensors(mapping, "output_layer.bias", [torch.zeros(3)])
     with pytest.raises(ConversionError, match=r"model\.norm\.weight is \[17\], the config asks for \[16\]"):
         hf_tensors(mapping, "decoder.final_layernorm.weight", [torch.zeros(17)])

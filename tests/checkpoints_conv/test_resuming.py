@@ -134,5 +134,5 @@ def test_a_killed_conversion_leaves_no_result_and_goes_on(models, tmp_path, repo
 
 def test_another_source_does_not_go_on_with_it(folder, models, tmp_path, small_units, monkeypatch):
     interrupted(lambda: to_megatron(folder, tmp_path / "megatron"), monkeypatch, 10)
-    with pytest.raises(ConversionError, match="megatron.incomplete holds an interrupted conversion of another source"):
+    with pytest.raises(ConversionError, match=r"megatron.incomplete holds an interrupted conversion of another source"):
         to_megatron(models("llama"), tmp_path / "megatron")

@@ -48,7 +48,7 @@ def test_a_small_allocation_is_refused_with_the_arithmetic():
 
 
 def test_engines_that_do_not_fit_on_their_actor_are_refused():
-    with pytest.raises(ConfigError, match="policies.a.engine.replicas"):
+    with pytest.raises(ConfigError, match=r"policies.a.engine.replicas"):
         place(run_config({"a": policy(tensor=2, engine=2, replicas=2)}, 8), "cuda")
 
 

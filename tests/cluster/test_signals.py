@@ -77,13 +77,13 @@ def test_work_that_can_be_done_again_is_given_up_when_asked():
                 await asyncio.sleep(seconds)
                 ended.append("done")
             except asyncio.CancelledError:
-                ended.append("given up")
+                ended.append("aborted")
                 raise
 
         await stop.unless_requested(work(0))
         asyncio.get_running_loop().call_later(0.02, send, signal.SIGINT)
         await stop.unless_requested(work(10))
-        assert ended == ["done", "given up"]
+        assert ended == ["done", "aborted"]
         stop.close()
 
     asyncio.run(run())

@@ -20,5 +20,5 @@ def test_without_a_limit_positions_are_devices():
 
 @pytest.mark.parametrize("allowed", ["", "4", "GPU-1a,"])
 def test_too_few_gpus_are_an_error_that_says_so(allowed):
-    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES.*cluster.gpus_per_node counts on 2 or more"):
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES.*cluster.gpus_per_node counts on 2 or more"):
         visible_devices("0,1", allowed)

@@ -107,7 +107,7 @@ def test_an_answering_agent_gives_one_answer(team, agent):
 
 def test_a_workflow_names_the_parser_that_it_needs():
     config = compose_config("math", ["team=math_orch_workers", "team.agents.orchestrator.parser=text"])
-    with pytest.raises(ConfigError, match="team.agents.orchestrator.parser = 'text'.*use tags"):
+    with pytest.raises(ConfigError, match=r"team.agents.orchestrator.parser = 'text'.*use tags"):
         validate(config, files=False)
 
 
@@ -211,8 +211,8 @@ def test_a_third_choice_is_no_verdict():
         ("cluster.transport=carrier_pigeon", "cluster.transport", "choose one of: auto"),
         ("cluster.transport=nccl", "cluster.transport", "cannot serve policy"),
         ("environment.retrieval.url=localhost:8000", "environment.retrieval.url", "http://HOST"),
-        ("environment.retrieval.url=http://", "environment.retrieval.url", "is no address"),
-        ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is no address"),
+        ("environment.retrieval.url=http://", "environment.retrieval.url", "is not an address"),
+        ("environment.retrieval.url=http://x:99999", "environment.retrieval.url", "is not an address"),
     ],
 )
 def test_a_bad_setting_is_named(compose, override, key, value):
@@ -316,7 +316,7 @@ def test_a_malformed_corpus_is_refused_before_anything_starts(compose, broken, c
 def test_a_family_that_is_not_known_is_named(compose, broken):
     config = json.loads((broken / "llama" / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
     (broken / "llama" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="policies.llama.model.*MambaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"policies.llama.model.*MambaForCausalLM"):
         compose(folder=broken)
 
 
@@ -335,7 +335,7 @@ def test_experts_under_tensor_parallelism_need_sequence_parallelism(compose, bro
         "attention_bias": False,
     }
     (broken / "llama" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="policies.llama.parallel.sequence.*sequence=true"):
+    with pytest.raises(ConfigError, match=r"policies.llama.parallel.sequence.*sequence=true"):
         compose("policies.llama.parallel.tensor=2", "policies.llama.parallel.pipeline=1", folder=broken)
 
 
@@ -344,7 +344,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(compose, broken):
         (broken / "qwen2" / file).unlink(missing_ok=True)
     path = broken / "qwen2" / "tokenizer_config.json"
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "chat_template"}))
-    with pytest.raises(ConfigError, match="policies.qwen2.model.*chat template"):
+    with pytest.raises(ConfigError, match=r"policies.qwen2.model.*chat template"):
         compose(folder=broken)
 
 
@@ -353,7 +353,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(compose, broken):
 )
 def test_bad_data_is_refused_by_file_and_line(compose, broken, content, line):
     (broken / "train.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match="data.train.*train.jsonl") as caught:
+    with pytest.raises(ConfigError, match=r"data.train.*train.jsonl") as caught:
         compose(folder=broken)
     assert line is None or f"line {line}" in str(caught.value)
 

@@ -75,7 +75,7 @@ def test_how_a_policy_is_added_is_said(override):
             "policies.qwen2.template_options.enable_thinking=false",
             "add it: +policies.qwen2.template_options.enable_thinking=false",
         ),
-        ("steps", "is no override"),
+        ("steps", "is not an override"),
         ("name=a=b", "name = 'a=b'"),
         ("hydra.run.dir=x", "hydra.run.dir = 'x'"),
         ("=3", "override = '=3': names no key; write key=value"),

@@ -32,7 +32,7 @@ def write(tmp_path_factory):
 def test_a_holdout_is_exact_disjoint_and_the_same_in_any_order(write, texts, held, data):
     config = DataConfig(train=write("a.jsonl", texts), eval_holdout=held)
     if held >= len(set(texts)):
-        with pytest.raises(ConfigError, match="data.eval_holdout"):
+        with pytest.raises(ConfigError, match=r"data.eval_holdout"):
             load_question_sets(config)
         return
     sets = load_question_sets(config)

@@ -72,7 +72,7 @@ def test_ids_may_be_missing_on_some_rows(tmp_path, missing):
 
 @pytest.mark.parametrize("first, second", [(1, 1), (1, "1"), (1, 1.0), ("a", " a ")])
 def test_repeated_ids_are_refused(tmp_path, first, second):
-    with pytest.raises(ConfigError, match="line 2 repeats id .* of line 1"):
+    with pytest.raises(ConfigError, match=r"line 2 repeats id .* of line 1"):
         load(tmp_path, asked(first), asked(second))
     with pytest.raises(ConfigError, match="within 'nq'"):
         load(tmp_path, asked(first, "nq"), asked(second, "nq"))
@@ -185,7 +185,7 @@ UNGRADABLE = [
 @pytest.mark.parametrize("answer", UNGRADABLE, ids=repr)
 def test_what_cannot_be_graded_is_refused_by_line(tmp_path, answer):
     for row in ({"question": "q", "answer": answer}, {"question": "q", "reward_model": {"ground_truth": answer}}):
-        with pytest.raises(ConfigError, match="data.train.*data.jsonl.*line 2 ") as caught:
+        with pytest.raises(ConfigError, match=r"data.train.*data.jsonl.*line 2 ") as caught:
             load(tmp_path, asked(), row)
         assert "\n" not in str(caught.value)
 
@@ -231,7 +231,7 @@ def test_a_text_is_kept_as_it_is_or_refused(tmp_path_factory, text, name):
 @pytest.mark.parametrize("answer", ["\frac{1}{2}", "\boxed{1}", "a\0"])
 def test_a_lost_backslash_is_seen_at_the_edge_too(tmp_path, answer):
     with pytest.raises(
-        ConfigError, match="line 1 has an answer that has the control character .* at character [12]; was a backslash lost"
+        ConfigError, match=r"line 1 has an answer that has the control character .* at character [12]; was a backslash lost"
     ):
         load(tmp_path, {"question": "q", "answer": answer})
 
@@ -246,7 +246,7 @@ def test_a_text_that_is_not_utf8_is_named_by_its_row(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 9, b"{}"])
 def test_what_is_no_parquet_is_refused(tmp_path, content):
     (tmp_path / "data.parquet").write_bytes(content)
-    with pytest.raises(ConfigError, match="data.train.*is not parquet"):
+    with pytest.raises(ConfigError, match=r"data.train.*is not parquet"):
         load_questions(str(tmp_path / "data.parquet"), "data.train")
 
 

@@ -154,5 +154,5 @@ def test_a_tool_checks_its_arguments_and_its_time(config):
     async def slow(expression: str) -> str:
         await asyncio.sleep(10)
 
-    with pytest.raises(TrajectoryFailure, match="'slow' did not end in 0.01 s"):
+    with pytest.raises(TrajectoryFailure, match=r"'slow' did not end in 0.01 s"):
         asyncio.run(Tool("slow", slow, 0.01).call(QUESTION, {"expression": ""}))

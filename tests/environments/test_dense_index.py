@@ -82,7 +82,7 @@ def vectors(folder: Path, texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(torch.stack(means), dim=1).numpy()
 
 
-def test_vectors_are_the_normalised_means_of_transformers(folder, encoder):
+def test_vectors_are_the_normalized_means_of_transformers(folder, encoder):
     """Whatever else is in the batch; queries and passages each with their prefix."""
     texts = [*TEXTS[:5], "kalo", "the the the of of is"]
     np.testing.assert_allclose(encoder.queries(texts), vectors(folder, [f"query: {text}" for text in texts]), atol=1e-5)
@@ -155,10 +155,10 @@ def test_an_index_of_ones_own_is_used_if_it_fits(encoder, corpus, tmp_path):
     found = DenseIndex.open(corpus, encoder, tmp_path / "mine.index").search_all(["mayor of kalo"], 4)[0]
     np.testing.assert_allclose([passage.score for passage in found], [passage.score for passage in exact], atol=1e-6)
     corpus.write_text(corpus.read_text() + json.dumps({"id": "new", "contents": "kalo"}) + "\n")
-    with pytest.raises(CorpusError, match="mine.index holds 48 vectors of 32 numbers, but .* has 49 passages"):
+    with pytest.raises(CorpusError, match=r"mine.index holds 48 vectors of 32 numbers, but .* has 49 passages"):
         DenseIndex.open(corpus, encoder, tmp_path / "mine.index")
     (tmp_path / "mine.index").write_bytes(b"junk")
-    with pytest.raises(CorpusError, match="mine.index cannot be read as a FAISS index"):
+    with pytest.raises(CorpusError, match=r"mine.index cannot be read as a FAISS index"):
         DenseIndex.open(corpus, encoder, tmp_path / "mine.index")
 
 

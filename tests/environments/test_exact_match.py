@@ -1,4 +1,4 @@
-"""Exact match: SQuAD's rule, except that no answer is normalised to nothing, and a rule for Unicode punctuation."""
+"""Exact match: SQuAD's rule, except that no answer is normalized to nothing, and a rule for Unicode punctuation."""
 
 import asyncio
 import string
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.exact_match import NORMALIZATIONS, exact_match, normalise_answer
+from megatron_drmas.environments.exact_match import NORMALIZATIONS, exact_match, normalize_answer
 from megatron_drmas.environments.search import SearchEnvironment
 from megatron_drmas.team.trajectory import Outcome
 
@@ -31,9 +31,9 @@ def test_exact_match(answer, accepted, score):
     assert exact_match(answer, accepted) == score
 
 
-def test_normalisation_is_idempotent():
+def test_normalization_is_idempotent():
     text = "  The  quick,  brown fox -- an answer! "
-    assert normalise_answer(normalise_answer(text)) == normalise_answer(text) == "quick brown fox answer"
+    assert normalize_answer(normalize_answer(text)) == normalize_answer(text) == "quick brown fox answer"
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -97,7 +97,7 @@ def test_other_letters_are_other_answers(answer, gold):
 @given(st.text(), st.sampled_from(NORMALIZATIONS))
 def test_a_text_equals_itself_and_becomes_blank_only_if_it_is(text, normalization):
     # A text of nothing but invisible characters is blank to a reader
-    assert bool(normalise_answer(text, normalization)) == bool(text.split())
+    assert bool(normalize_answer(text, normalization)) == bool(text.split())
     assert exact_match(text, (text,), normalization) == float(bool(text.strip()))
 
 

@@ -205,5 +205,5 @@ def test_a_closed_grader_leaves_no_process(loop):
 
 
 def test_a_memory_limit_too_small_to_start_is_named(loop):
-    with pytest.raises(GraderError, match="memory_mib=16: .* must be [0-9]+ or more"):
+    with pytest.raises(GraderError, match=r"memory_mib=16: .* must be [0-9]+ or more"):
         loop.run_until_complete(Grader(workers=1, timeout_s=1.0, memory_mib=16).start())

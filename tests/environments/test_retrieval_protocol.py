@@ -1,4 +1,4 @@
-"""Every form in which servers answer reads as the same passages, and what is no answer is named."""
+"""Every form in which servers answer reads as the same passages, and what is not an answer is named."""
 
 import json
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.search import MOST_QUERIES, SearchEnvironment
+from megatron_drmas.environments.search import MAX_QUERIES, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 
@@ -142,7 +142,7 @@ def test_queries_made_together_travel_together_and_each_gets_its_own_passages(co
 
     found = ask(counted, queries=count, topk=2)
     assert found == [[f"q{i} 0", f"q{i} 1"] for i in range(count)]
-    assert len(requests) == -(-count // MOST_QUERIES)
+    assert len(requests) == -(-count // MAX_QUERIES)
 
 
 def test_an_answer_to_fewer_queries_is_not_taken_for_all():

@@ -14,7 +14,7 @@ from megatron_drmas.kernels.agent_advantage import (
     cell_statistics,
     merge_over_ranks,
     merge_statistics,
-    normalise,
+    normalize,
 )
 from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_mean
 
@@ -46,7 +46,7 @@ def merging_rank(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     scores, cell = (column[rank::size] for column in shard_problem())
     merged = merge_over_ranks(cell_statistics(scores, cell, 7))
-    torch.save((merged, normalise(scores, cell, merged, cell, merged, 1e-6)), f"{folder}/{rank}.pt")
+    torch.save((merged, normalize(scores, cell, merged, cell, merged, 1e-6)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -56,7 +56,7 @@ def test_sharded_ranks_give_the_gathered_answer(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     scores, cell = shard_problem()
     whole = cell_statistics(scores, cell, 7)
-    expected = normalise(scores, cell, whole, cell, whole, 1e-6)
+    expected = normalize(scores, cell, whole, cell, whole, 1e-6)
     for rank, (merged, advantages) in enumerate(ranks):
         assert torch.equal(merged.m2, ranks[0][0].m2), "every rank has the same bits"
         assert_same(merged, whole)
@@ -110,7 +110,7 @@ def test_scores_are_left_as_they_are(dtype):
     scores = torch.tensor([0.25, 1.0, 0.5], dtype=dtype)
     kept, cell = scores.clone(), torch.zeros(3, dtype=torch.int64)
     statistics = cell_statistics(scores, cell, 1)
-    normalise(scores, cell, statistics, cell, statistics, 1e-6)
+    normalize(scores, cell, statistics, cell, statistics, 1e-6)
     assert torch.equal(scores, kept)
 
 

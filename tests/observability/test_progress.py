@@ -53,7 +53,7 @@ def test_a_terminal_gets_one_live_line_that_goes_away():
     assert out.getvalue().endswith("\x1b[2K")
 
 
-def test_the_last_lines_say_what_was_learnt_and_where_things_lie():
+def test_the_last_lines_say_what_was_learned_and_where_things_lie():
     sampled = {"questions": 300, "reward": {"before": -0.25, "after": 1.5}, "success": {"before": 0.25, "after": 0.7}}
     greedy = {"questions": 300, "reward": {"before": None, "after": 1.0}, "success": {"before": None, "after": 0.75}}
     summary = {

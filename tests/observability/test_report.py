@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_drmas.observability.charts import HEIGHT, Series, line_chart
 from megatron_drmas.observability.progress import closing_lines
-from megatron_drmas.observability.report import MOST_TEXT, choose, load_run, main, render, results, seen
+from megatron_drmas.observability.report import MAX_TEXT, choose, load_run, main, render, results, seen
 from megatron_drmas.observability.summary import Summary
 
 HOSTILE = (
@@ -112,7 +112,7 @@ def test_what_is_seen_has_no_hidden_characters_and_is_left_alone_otherwise(text)
 
 
 def test_long_text_is_cut_and_says_so():
-    assert seen("x" * (MOST_TEXT + 5)).endswith("and 5 more characters")
+    assert seen("x" * (MAX_TEXT + 5)).endswith("and 5 more characters")
 
 
 def test_it_can_be_rebuilt_from_the_files(folder, capsys):

@@ -94,7 +94,7 @@ def test_the_summary_is_a_function_of_the_lines(undisturbed, read_summary):
     assert rebuilt.as_dict() == read_summary(undisturbed)
 
 
-def test_the_summary_says_what_was_learnt_and_what_it_cost(undisturbed, read_summary):
+def test_the_summary_says_what_was_learned_and_what_it_cost(undisturbed, read_summary):
     summary = read_summary(undisturbed)
     steps = [line for line in results(undisturbed) if line["kind"] == "step"]
     for mode, samples, whole in (("sampled", 4, 49), ("greedy", 1, 50)):

@@ -117,7 +117,7 @@ def test_seeds_alone_tell_responses_apart(engine):
     assert responses[::2] == responses[1::2] and len(set(responses)) == 8
 
 
-def test_neighbouring_seeds_draw_from_the_distribution(engine, folder):
+def test_neighboring_seeds_draw_from_the_distribution(engine, folder):
     draws = 2000
     samples = engine.generate([request(i, prompt(12), max_tokens=1) for i in range(draws)])
     drawn = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=235)

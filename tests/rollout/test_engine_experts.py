@@ -19,10 +19,10 @@ def tensors_of(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("normalise", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_experts_are_what_was_sent_and_compute_what_transformers_does(tmp_path, workers, normalise):
-    folder = make_qwen3_moe(str(tmp_path / "old"), norm_topk_prob=normalise)
-    new = make_qwen3_moe(str(tmp_path / "new"), seed=1, norm_topk_prob=normalise)
+@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_experts_are_what_was_sent_and_compute_what_transformers_does(tmp_path, workers, normalize):
+    folder = make_qwen3_moe(str(tmp_path / "old"), norm_topk_prob=normalize)
+    new = make_qwen3_moe(str(tmp_path / "new"), seed=1, norm_topk_prob=normalize)
     sent = tensors_of(new)
     size = EngineConfig(tensor=workers, max_model_len=128, max_num_seqs=8, kv_cache_mib=32)
     with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:

@@ -155,7 +155,7 @@ def test_a_dying_thread_wakes_the_poll_and_is_named_with_its_cause(make):
         await asyncio.sleep(0.05)
         await engine.submit(requests(-1))
         for call in (polling, engine.poll(1.0), engine.submit(requests(2)), engine.begin_update()):
-            with pytest.raises(EngineError, match="'solver'.*a kernel failed") as caught:
+            with pytest.raises(EngineError, match=r"'solver'.*a kernel failed") as caught:
                 await call
             assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -193,7 +193,7 @@ def test_incomplete_weights_refuse_requests_and_polls_by_name(make):
         engine = make()
         engine._core.incomplete = "lm_head.weight did not come"
         for call in (engine.submit(requests(1)), engine.poll(1.0)):
-            with pytest.raises(EngineError, match="'solver' holds incomplete weights .lm_head.weight did not come"):
+            with pytest.raises(EngineError, match=r"'solver' holds incomplete weights .lm_head.weight did not come"):
                 await call
 
     asyncio.run(run())

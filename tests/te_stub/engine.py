@@ -86,13 +86,13 @@ def install() -> None:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     transformer_engine.pytorch = pytorch
-    initialise = TransformerEngineBaseModule.__init__
+    initialize = TransformerEngineBaseModule.__init__
 
-    @functools.wraps(initialise)
+    @functools.wraps(initialize)
     def with_cuda_claimed(self, *args, **kwargs):
         available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
         try:
-            initialise(self, *args, **kwargs)
+            initialize(self, *args, **kwargs)
         finally:
             torch.cuda.is_available = available
 

@@ -11,7 +11,7 @@ from megatron_drmas.algorithm.advantages import check_advantage_config, compute_
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AlgorithmConfig
 from tools.ablation.report import write_figure, write_table
-from tools.ablation.results import count_spikes, mean_and_error, read_run, summarise
+from tools.ablation.results import count_spikes, mean_and_error, read_run, summarize
 from tools.ablation.ungated import frozen_results
 from tools.ablation.variants import VARIANTS
 
@@ -64,7 +64,7 @@ def test_standard_error():
 def test_table_and_figure_are_written(tmp_path):
     runs = {"fp32": {name: [read_run(write_metrics(tmp_path / f"{name}.jsonl", [1.0, 2.0]))] * 2 for name in VARIANTS}}
     frozen = {name: {"grad_norm": {"p": {"mean": 0.5, "max": 1.5}}, "squared_advantage": {"a": 1.25}} for name in VARIANTS}
-    trained = {"fp32": {name: summarise(of) for name, of in runs["fp32"].items()}}
+    trained = {"fp32": {name: summarize(of) for name, of in runs["fp32"].items()}}
     task = {"max_turns": 2, "factors": {"a": {"calls": 3.0, "single_calls": 1.0, "baseline_inflation": 2.5}}}
     write_table(tmp_path / "ablation.md", task, frozen, trained)
     text = (tmp_path / "ablation.md").read_text()

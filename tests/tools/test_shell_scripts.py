@@ -1,6 +1,5 @@
-"""Every shell script parses, and shellcheck finds nothing in it."""
+"""Every shell script parses; `tools/test.sh --lint` has shellcheck read them."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,9 +18,3 @@ SCRIPTS = [
 def test_a_script_parses(script):
     done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed; Debian: apt-get install shellcheck")
-def test_shellcheck_finds_nothing():
-    done = subprocess.run(["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

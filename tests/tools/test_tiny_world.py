@@ -148,7 +148,7 @@ def test_three_right_agents_answer_everything(index, questions):
 
 
 @pytest.mark.parametrize("verdict", ["yes", "no"])
-def test_a_verifier_without_judgement_loses(index, questions, verdict):
+def test_a_verifier_without_judgment_loses(index, questions, verdict):
     assert exact_matches(index, questions, verifier=lambda question, history: verdict) <= 0.01
 
 

@@ -87,7 +87,7 @@ def test_close_leaves_nothing_in_shared_memory():
 
 def test_a_full_shared_memory_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100}))
-    with pytest.raises(WeightSyncError, match="100 bytes free and a bucket takes 448: .*--shm-size"):
+    with pytest.raises(WeightSyncError, match=r"100 bytes free and a bucket takes 448: .*--shm-size"):
         ShmSender(named([[100]]), 10**6).next_bucket()
 
 

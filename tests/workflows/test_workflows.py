@@ -1,4 +1,4 @@
-"""Who speaks when, with scripted agents."""
+"""The order of the turns, with scripted agents."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A bandit with a conditional role: the smallest task on which it matters whose statistics normalise.
+"""A bandit with a conditional role: the smallest task on which it matters whose statistics normalize.
 
 A frozen Gate lets a share of a question's trajectories pass; only in those does a Finisher choose one of several answers,
 right with a probability of its own.  A trajectory that did not pass returns `otherwise`: 0 makes a call look good to the
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_drmas.config.algorithm import AdvantageConfig
-from megatron_drmas.kernels.agent_advantage import cell_statistics, normalise
+from megatron_drmas.kernels.agent_advantage import cell_statistics, normalize
 
 CELLS = {"μ, σ": ("group", "group"), "μ_k, σ": ("agent", "group"), "μ, σ_k": ("group", "agent"), "μ_k, σ_k": ("agent", "agent")}
 EPSILON = AdvantageConfig().epsilon
@@ -72,7 +72,7 @@ def call_advantages(returns: Tensor, called: Tensor, mean: str, std: str) -> Ten
     statistics = {"group": cell_statistics(scores, cell, cells), "agent": cell_statistics(scores[passed], cell[passed], cells)}
     advantages = torch.zeros_like(scores)
     place = cell[passed]
-    advantages[passed] = normalise(scores[passed], place, statistics[mean], place, statistics[std], EPSILON).to(scores.dtype)
+    advantages[passed] = normalize(scores[passed], place, statistics[mean], place, statistics[std], EPSILON).to(scores.dtype)
     return advantages.view_as(returns)
 
 
@@ -133,10 +133,10 @@ def baseline_growth(gate: float, accuracy: float, otherwise: float) -> float:
 class Enumerated:
     """Expectations over every possible batch of one question.
 
-    factor: second moment of a call's advantage, normalised with the true group statistics.
+    factor: second moment of a call's advantage, normalized with the true group statistics.
     growth: E|z (R - mu)|^2 / E|z (R - mu_k)|^2 over a call's answers and returns, z the uniform policy's score.
     bias: |E[z (R - mu)] - E[z (R - mu_k)]|, of the same.
-    second_moment: (mean, std) cell -> E[A^2] of a call, normalised with the batch's own statistics.
+    second_moment: (mean, std) cell -> E[A^2] of a call, normalized with the batch's own statistics.
     zero: the same -> share of calls with advantage 0.
     """
 

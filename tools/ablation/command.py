@@ -28,12 +28,12 @@ def command_parser(mode: str, description: str, out: str = "outputs/ablation") -
     return parser
 
 
-def count(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number of at least `least`."""
+def count(minimum: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least `minimum`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {minimum}")
         return int(text)
 
     return parse
@@ -48,7 +48,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is no number in [{low:g}, {high:g}]")
+            raise argparse.ArgumentTypeError(f"{text} is not a number in [{low:g}, {high:g}]")
         return value
 
     return parse
@@ -97,7 +97,7 @@ def steps_done(folder: Path) -> int:
 
 
 def train_run(runs: Path, name: str, settings: list[str], advance: Callable[[int], None]) -> None:
-    """One training run in a process of its own, which goes on where an earlier one stopped.
+    """One training run in a process of its own, which continues where an earlier one stopped.
 
     Args:
         runs: folder of the runs; the output goes to NAME.log beside the run.

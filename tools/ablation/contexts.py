@@ -8,7 +8,7 @@ import asyncio
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -142,14 +142,14 @@ class ContextStudy:
     def _next_call(self, question: Question, lost: bool, queries: list) -> tuple[str | None, tuple[int, ...] | None]:
         context = _Scripted(queries, lost, self.environment, question, self._find)
         try:
-            asyncio.run(self.team.workflow.run(context, question))
+            asyncio.run(self.team.workflow.run(cast(Any, context), question))
         except _Waiting:
             agent, variables = context.pending
             return agent, tuple(self.tokenizer.prompt_ids(self.team.agents[agent].messages(**variables)))
         return None, None
 
     def _speak(self, prompts: list[tuple[int, ...]]) -> list[str]:
-        limit = self.config.team.agents["search"].max_response_tokens
+        limit = self.team.agents["search"].config.max_response_tokens or self.config.rollout.max_response_tokens
         texts: list[str] = []
         for start in range(0, len(prompts), MODEL_ROWS):
             calls = Calls.of([list(prompt) for prompt in prompts[start : start + MODEL_ROWS]])

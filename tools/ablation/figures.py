@@ -5,6 +5,8 @@ from pathlib import Path
 from statistics import fmean
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -70,7 +72,7 @@ def point_figure(
     _save(figure, path)
 
 
-def curve(axis, series: list[list[float]], label: str) -> None:
+def curve(axis: Axes, series: list[list[float]], label: str) -> None:
     """The mean of the series that have values, over the steps that all of them have, with a band from least to largest."""
     length = min((len(values) for values in series if values), default=0)
     if not length:
@@ -90,7 +92,7 @@ def _panels(count: int, columns: int) -> tuple:
     return figure, axes.flat
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     for suffix in (".png", ".svg"):
         temp_path = path.with_suffix(f".part{suffix}")
         figure.savefig(temp_path, dpi=120)

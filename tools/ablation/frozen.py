@@ -1,4 +1,4 @@
-"""All variants on identical rollouts of frozen policies: what a normalisation does to the gradient, and nothing else."""
+"""All variants on identical rollouts of frozen policies: what a normalization does to the gradient, and nothing else."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tools.ablation.variants import VARIANTS, Variant
 
 def mean_squared_advantages(batch: TurnBatch) -> dict[str, float]:
     """E[A^2] over each agent's calls, by agent; only of agents that were called."""
-    rows = batch.advantages[batch.response_offsets[:-1]]
+    rows = batch.filled("advantages")[batch.response_offsets[:-1]]
     return {
         name: rows[batch.agent == index].square().mean().item()
         for index, name in enumerate(batch.agents)
@@ -71,8 +71,8 @@ class FrozenStudy:
         Args:
             advance: called after each measurement, `batches` x variants times.
         """
-        norms = {name: defaultdict(list) for name in VARIANTS}
-        squares = {name: defaultdict(list) for name in VARIANTS}
+        norms: dict[str, defaultdict] = {name: defaultdict(list) for name in VARIANTS}
+        squares: dict[str, defaultdict] = {name: defaultdict(list) for name in VARIANTS}
         for number in range(batches):
             batch = await self.batch(number, max_turns)
             for name, variant in VARIANTS.items():

@@ -1,6 +1,6 @@
 """The gated tiny team trained by the project itself: a conditional role, agent-wise statistics against the group's, rate by rate.
 
-Runs are variant x rate x precision x seed, seed by seed.  Interrupted, the same command goes on where it was; further seeds
+Runs are variant x rate x precision x seed, seed by seed.  Interrupted, the same command continues where it was; further seeds
 or rates add to it.  Writes DIR/gated.md, DIR/gated.png, DIR/gated.svg and DIR/gated.json after every run; `--report` does
 that alone.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -223,15 +224,17 @@ def _run_all(args: argparse.Namespace, examiner: Examiner, bars: Progress) -> No
     answer = warm_start(args.tiny_team, args.out, args.warm_start)
     plan = [(p, v, r, s) for s in args.seeds for p in args.precisions for r in args.rates for v in args.variants]
     task = bars.add_task("training", total=len(plan) * args.steps)
+
+    def advance(done: int, steps: int) -> None:
+        bars.update(task, completed=done + steps)
+
     for place, (precision, variant, rate, seed) in enumerate(plan):
         name = run_name(precision, variant, rate, seed)
         if finished(args.out / "gated" / name, args.steps):
             continue
         bars.update(task, description=name)
         arguments = settings(args, answer, precision, variant, rate, seed)
-        train_run(
-            args.out / "gated", name, arguments, lambda steps, done=place * args.steps: bars.update(task, completed=done + steps)
-        )
+        train_run(args.out / "gated", name, arguments, partial(advance, place * args.steps))
         write_report(args, examiner)
 
 

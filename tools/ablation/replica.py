@@ -9,6 +9,7 @@ alone see the same questions, the same trajectories of Search and the same unifo
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ class Replica:
                 contexts.append(kind[int(share * len(kind))])
                 group.append(place)
         called = [number for number, context in enumerate(contexts) if context.prompt]
-        calls = Calls.of([contexts[number].prompt for number in called])
+        calls = Calls.of([list(contexts[number].prompt or ()) for number in called])
         responses = _nothing() if not called else sample(model, calls, uniform[called], TEMPERATURE)
         reward, valid = [settings.otherwise] * len(contexts), {}
         for number, response in zip(called, responses.lists()):
@@ -191,14 +192,14 @@ class Replica:
             rollout = self.rollout(model, settings, questions[: settings.questions].tolist(), generator)
             advantages = row_advantages(rollout.batch, settings.variant)[rollout.answers]
             backward(model, rollout, advantages, torch.arange(len(advantages)), False)
-            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters]))
+            gradients.append(torch.cat([cast(Tensor, parameter.grad).flatten() for parameter in model.parameters]))
         stacked = torch.stack(gradients)
         mean = stacked.mean(0)
         noise = float((stacked - mean).square().sum()) / (RESAMPLES - 1)
         return _rounded((float(mean.square().sum()) - noise / RESAMPLES) / noise) if noise else None
 
     @torch.no_grad()
-    def evaluate(self, model: TinyLlama, split: str) -> dict[str, float]:
+    def evaluate(self, model: TinyLlama, split: str) -> dict[str, float | None]:
         """Exact match when called: the probability of the accepted answer (sampled), and whether it is the likeliest (greedy)."""
         measured = [self._match(model, *zip(*part)) for part in _parts(self._evaluations[split], EVALUATION_ROWS)]
         sampled, greedy = (torch.cat(parts) for parts in zip(*measured))

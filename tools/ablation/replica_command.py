@@ -2,7 +2,7 @@
 
 Each seed runs on every warm start, and runs that differ in variant or rate alone see the same questions and random numbers.
 Each variant's rate is chosen on dev and reported on eval.  Results are JSON lines in DIR/replica.jsonl; finished runs are not
-repeated, so the same command goes on where it was stopped, and further seeds or rates add to it.
+repeated, so the same command continues where it was stopped, and further seeds or rates add to it.
 Writes DIR/replica.md, DIR/replica.png and DIR/replica.svg after all runs; `--report` does that alone.
 """
 
@@ -17,7 +17,7 @@ def size(text: str) -> tuple[int, int]:
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts) or int(parts[0]) < 1 or int(parts[1]) < 2:
         raise argparse.ArgumentTypeError(
-            f"{text} is no QUESTIONSxSAMPLES with at least one question and two samples, such as 16x64"
+            f"{text} is not QUESTIONSxSAMPLES with at least one question and two samples, such as 16x64"
         )
     return int(parts[0]), int(parts[1])
 

@@ -66,7 +66,9 @@ def differences(one: dict[Pair, dict], other: dict[Pair, dict], mode: str = "sam
 
 def read_parts(args: argparse.Namespace) -> list[Part]:
     """The finished runs that the command's options name, by batch size and updates."""
-    parts = {(questions, samples, updates): {} for updates in sorted(args.updates) for questions, samples in args.sizes}
+    parts: dict[tuple[int, int, int], dict] = {
+        (questions, samples, updates): {} for updates in sorted(args.updates) for questions, samples in args.sizes
+    }
     for result in read_results(args.out):
         of = result["settings"]
         key = (of["questions"], of["samples"], of["updates"])

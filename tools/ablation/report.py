@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -22,9 +23,9 @@ def write_table(path: Path, task: dict, frozen: dict[str, dict], trained: dict[s
     Args:
         task: max_turns, and factors {agent: statistics} on the frozen policies.
         frozen: `FrozenStudy.compare`'s result.
-        trained: precision -> variant -> `results.summarise`'s; may be empty.
+        trained: precision -> variant -> `results.summarize`'s; may be empty.
     """
-    lines = ["# Normalisation of advantages: the paper's variants on the tiny search team", ""]
+    lines = ["# Normalization of advantages: the paper's variants on the tiny search team", ""]
     lines += [
         f"At most {task['max_turns']} turns. Frozen policies, factor by which a group baseline multiplies the second moment:",
         "",
@@ -123,7 +124,7 @@ def write_figure(path: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
     temp_path.replace(path)
 
 
-def _spike_bars(axis, variants: dict[str, list[Run]], policies: list[str]) -> None:
+def _spike_bars(axis: Axes, variants: dict[str, list[Run]], policies: list[str]) -> None:
     """Mean over seeds with its standard error; one group of bars per variant, one bar per policy and one for non-finite steps."""
     kinds = [*policies, "non-finite"]
     for place, kind in enumerate(kinds):

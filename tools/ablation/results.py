@@ -1,6 +1,7 @@
 """What training runs show: rewards, gradient norms, spikes and final scores, read from their metrics.jsonl."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -75,11 +76,11 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def summarise(runs: list[Run]) -> dict:
+def summarize(runs: list[Run]) -> dict:
     """The figures of one variant over its seeds."""
     policies = sorted({policy for run in runs for policy in run.grad_norms})
 
-    def over(values) -> dict[str, float]:
+    def over(values: Iterable[float | None]) -> dict[str, float]:
         mean, error = mean_and_error([value for value in values if value is not None])
         return {"mean": mean, "standard_error": error}
 

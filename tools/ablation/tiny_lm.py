@@ -122,10 +122,10 @@ class TinyLlama:
             if own:
                 key, value = torch.cat([own[layer][0], key], 1), torch.cat([own[layer][1], value], 1)
             kept.append((key, value))
-            whole = [
+            keys, values = (
                 torch.cat([shared.index_select(0, which), mine], 1) for shared, mine in zip(prefix.layers[layer], (key, value))
-            ]
-            mixed = self._attend(self._queries(layer, normed, turn), *whole, mask)
+            )
+            mixed = self._attend(self._queries(layer, normed, turn), keys, values, mask)
             hidden = self._rest(layer, hidden, mixed)
         return self._norm(hidden, "norm") @ self.weights["embed_tokens.weight"].T, kept
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
@@ -19,7 +19,7 @@ from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.validate import validate
 from tools.ablation.command import PRECISIONS, command_parser, count, prepare, progress_bars, steps_done, train_run
 from tools.ablation.report import write_figure, write_table
-from tools.ablation.results import Run, read_run, summarise
+from tools.ablation.results import Run, read_run, summarize
 from tools.ablation.variants import VARIANTS
 
 TURNS = (3, 4)
@@ -80,7 +80,7 @@ async def frozen_study(args: argparse.Namespace, bars: Progress) -> dict:
 
 
 def train(
-    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: int, done: int
+    args: argparse.Namespace, variant: str, precision: str, seed: int, max_turns: int, bars: Progress, task: TaskID, done: int
 ) -> None:
     """One training run in a process of its own; the bar follows its metrics.jsonl.
 
@@ -119,7 +119,7 @@ def collect_runs(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
 
 def write_results(args: argparse.Namespace, frozen: dict) -> None:
     runs = collect_runs(args)
-    trained = {precision: {variant: summarise(of) for variant, of in variants.items()} for precision, variants in runs.items()}
+    trained = {precision: {variant: summarize(of) for variant, of in variants.items()} for precision, variants in runs.items()}
     write_atomically(args.out / "ablation.json", json.dumps({"frozen": frozen, "trained": trained}, indent=1))
     write_table(args.out / "ablation.md", frozen, frozen["variants"], trained)
     if runs:

@@ -1,4 +1,4 @@
-"""The normalisations that are compared, and what the paper reports for them."""
+"""The normalizations that are compared, and what the paper reports for them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_drmas.config.algorithm import AdvantageConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to normalise, and its row of Dr. MAS's Table 3 (search; avg@16 and pass@16 in percent)."""
+    """A way to normalize, and its row of Dr. MAS's Table 3 (search; avg@16 and pass@16 in percent)."""
 
     label: str
     advantage: AdvantageConfig

@@ -21,7 +21,7 @@ TARGET = 0.8
 SHAPES = {"a million rows of 64 tokens": (1_000_000, 20, 64), "640 rows of 800 tokens": (640, 5, 800), "ragged": (200_000, 20, 0)}
 
 
-def problem(rows: int, group: int, tokens: int) -> tuple[torch.Tensor, ...]:
+def problem(rows: int, group: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """scores, group, agent, offsets on the device; tokens 0: lengths between 1 and 2048."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -53,10 +53,10 @@ def main() -> None:
         sys.exit("advantage_gpu: needs an NVIDIA GPU that torch can use")
     print(torch.cuda.get_device_name())
     for name, shape in SHAPES.items():
-        inputs = problem(*shape)
+        inputs = scores, group, agent, offsets = problem(*shape)
         for mean in ("group", "agent"):
             for std in ("group", "agent", "none"):
-                expected = agent_advantages(*(tensor.cpu() for tensor in inputs), mean, std)
+                expected = agent_advantages(scores.cpu(), group.cpu(), agent.cpu(), offsets.cpu(), mean, std)
                 torch.testing.assert_close(agent_advantages(*inputs, mean, std).cpu(), expected, rtol=1e-4, atol=1e-4)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in inputs) + int(inputs[3][-1]) * 4
         ours = moved / median_seconds(partial(agent_advantages, *inputs))

@@ -19,10 +19,12 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from megatron_drmas.cluster.machine import fit_to_machine
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.validate import validate
@@ -102,15 +104,16 @@ async def measure(config: RunConfig, rounds: int) -> bool:
     return ratio >= TARGET
 
 
-def record(client) -> list[Request]:
+def record(client: PolicyClient) -> list[Request]:
     """A list that receives every request made of a `PolicyClient` from now on."""
-    seen, generate = [], client.generate
+    seen: list[Request] = []
+    generate = client.generate
 
-    def recorded(*request):
+    def recorded(*request: Any) -> Any:
         seen.append(Request(len(seen), *request))
         return generate(*request)
 
-    client.generate = recorded
+    client.generate = recorded  # type: ignore[method-assign, assignment]
     return seen
 
 

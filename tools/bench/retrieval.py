@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 from urllib.parse import urlparse
 
 import bm25s
@@ -55,7 +56,7 @@ def main() -> None:
         started = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
-                connection = http.client.HTTPConnection(urlparse(server.stdout.readline().strip()).netloc)
+                connection = http.client.HTTPConnection(urlparse(cast(IO[str], server.stdout).readline().strip()).netloc)
                 print(f"index of {args.passages} passages built and served after {time.perf_counter() - started:.2f} s")
                 alone = [[query] for batch in batches for query in batch][: args.batches]
                 print(f"{rate(lambda queries: served(connection, queries), alone):8.0f} queries/s in requests of one")

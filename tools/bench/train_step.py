@@ -76,6 +76,7 @@ def transformers_loop(model: str, batch: TurnBatch, tokens: int) -> Callable[[],
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
     length, prompt = int(batch.lengths[0]), int(batch.prompt_lengths[0])
+    assert batch.advantages is not None
     rows, advantages = batch.tokens.view(-1, length), batch.advantages.view(len(batch), -1)
 
     def update() -> None:
@@ -141,12 +142,12 @@ def main() -> None:
             if number:
                 seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, value in medians.items():
-        print(f"{name:14}{value:9.3f} s {len(batch.tokens) / value:10.0f} tokens of rows/s")
+    for name, median in medians.items():
+        print(f"{name:14}{median:9.3f} s {len(batch.tokens) / median:10.0f} tokens of rows/s")
     parameters = sum(parameter.numel() for parameter in actor.model.parameters())
     mfu = 6 * parameters * packed["tokens"] / medians["shared"] / statistics.median(rates)
     ratio = medians["transformers"] / medians["shared"]
-    figures = {"ratio": round(ratio, 2), "target": TARGET, "ok": ratio >= TARGET, "mfu": round(mfu, 3)}
+    figures: dict[str, float | bool] = {"ratio": round(ratio, 2), "target": TARGET, "ok": ratio >= TARGET, "mfu": round(mfu, 3)}
     figures["shared_ratio"] = round(medians["not shared"] / medians["shared"], 2)
     print(json.dumps({"name": "train_step", **figures, "packed_tokens": packed["tokens"], "row_tokens": len(batch.tokens)}))
     sys.exit(ratio < TARGET)

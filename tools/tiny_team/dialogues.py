@@ -15,7 +15,7 @@ from megatron_drmas.config.schema import AgentConfig
 from megatron_drmas.team.team import Agent
 from megatron_drmas.workflows.search import SearchStep
 from tools.tiny_team.names import split_names
-from tools.tiny_team.world import RELATIONS, World, WorldQuestion, make_worlds, query_of
+from tools.tiny_team.world import RELATIONS, Fact, World, WorldQuestion, make_worlds, query_of
 
 TEAM = Path(__file__).parents[2] / "configs" / "team" / "search_tiny.yaml"
 ALL_RELATIONS = [relation for relations in RELATIONS.values() for relation in relations]
@@ -53,7 +53,7 @@ def retrieve(world: World, query: str, rng: random.Random) -> list[str]:
     """What BM25 would find, best passage last: a name outweighs a relation, ties fall at random."""
     words = set(query.split())
 
-    def score(fact) -> tuple[float, float]:
+    def score(fact: Fact) -> tuple[float, float]:
         return 2 * (fact.subject in words) + 2 * (fact.value in words) + (fact.relation in words), rng.random()
 
     ranked = sorted(world.facts.values(), key=score)

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
 from tools.tiny_team.tokenizer import END, PAD, build_tokenizer, save_tokenizer
 
 # Six heads in two groups over two layers: tensor parallel 2 and pipeline parallel 2 both divide them.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 192,
     "intermediate_size": 576,
     "num_hidden_layers": 2,
@@ -42,14 +43,14 @@ POLICIES = ("qwen2", "llama")
 
 
 def build_model(policy: str, seed: int) -> PreTrainedModel:
-    """A randomly initialised model in fp32.
+    """A randomly initialized model in fp32.
 
     The embedding, which is the output layer too, starts with rows of length one: with the usual short ones, logits stay
-    small for long, and copying a name from the prompt is learnt a hundred steps later.
+    small for long, and copying a name from the prompt is learned a hundred steps later.
 
     Args:
         policy: "qwen2" (the Verifier's) or "llama" (the Search and Answer agents').
-        seed: of the initialisation; torch's global generator is left as it was.
+        seed: of the initialization; torch's global generator is left as it was.
     """
     vocab = len(build_tokenizer())
     with torch.random.fork_rng(devices=[]):

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -78,7 +78,7 @@ def make_policies(out: Path) -> Iterator[dict]:
         _raise_if_failed(processes)
 
 
-def _raise_if_failed(processes: dict[str, BaseProcess]) -> None:
+def _raise_if_failed(processes: Mapping[str, BaseProcess]) -> None:
     for name, process in processes.items():
         if process.exitcode:
             raise RuntimeError(f"fine-tuning of policy {name!r} failed with exit code {process.exitcode}")

@@ -59,7 +59,7 @@ class World:
 
     def chains(self, hops: int) -> list[tuple[Fact, ...]]:
         """Every chain of facts of this length whose answer is not its own start."""
-        chains = [(fact,) for fact in self.facts.values()]
+        chains: list[tuple[Fact, ...]] = [(fact,) for fact in self.facts.values()]
         by_subject: dict[str, list[Fact]] = {}
         for fact in self.facts.values():
             by_subject.setdefault(fact.subject, []).append(fact)

@@ -80,7 +80,7 @@ class _Update:
             raise WeightSyncError(f"weight update {self.version}: {who} failed in {what}: {error}") from error
 
 
-async def synchronise(
+async def synchronize(
     senders: Sequence[SenderCalls], engines: Sequence[EngineCalls], version: int, timeout_s: float, verify: bool = False
 ) -> SyncStats:
     """Bring every engine to the actor's weights.

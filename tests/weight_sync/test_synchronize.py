@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_drmas.weight_sync.errors import WeightSyncError
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, synchronize
 
 PATIENCE_S = 30.0  # a test that waits so long has hung
 
@@ -97,7 +97,7 @@ def engines(log) -> list[PretendEngine]:
 
 def run(senders, engines, timeout_s=PATIENCE_S, verify=False):
     async def bounded():
-        return await asyncio.wait_for(synchronise(senders, engines, 4, timeout_s, verify), PATIENCE_S)
+        return await asyncio.wait_for(synchronize(senders, engines, 4, timeout_s, verify), PATIENCE_S)
 
     return asyncio.run(bounded())
 
@@ -169,7 +169,7 @@ def test_a_failure_to_load_names_the_tensors(senders, engines):
 
 def test_an_engine_that_computes_with_other_weights_is_named_with_the_tensor(senders, log):
     wrong = PretendEngine("engine 1", log, {"a": "1", "b": "stale", "c": "3"})
-    with pytest.raises(WeightSyncError, match="the weights of engine 1 .* 1 of 3 tensors differ: b"):
+    with pytest.raises(WeightSyncError, match=r"the weights of engine 1 .* 1 of 3 tensors differ: b"):
         run([s.calls() for s in senders], [wrong.calls()], verify=True)
 
 
