@@ -35,7 +35,7 @@ async def open_run(config: RunConfig, updates_per_step: int) -> AsyncIterator["T
         updates_per_step: weight updates that a step makes.
 
     Raises:
-        SystemExit: there is nothing left to do, or it was asked to stop; says what it can go on from.
+        SystemExit: there is nothing left to do, or it was asked to stop; says what it can continue from.
         ConfigError: another process has the folder, or its checkpoint belongs to a run that was configured differently.
         RunLockLost: another process took the folder.
         ProcessFailure: an actor, an engine or the retrieval server failed.
@@ -191,5 +191,5 @@ class TrainingRun:
 
 
 def _continuing(config: RunConfig) -> str:
-    """What goes on from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
+    """What continues from the checkpoint that a stopped run leaves: with resume=never the same command would begin again."""
     return "the same command continues" if config.resume == "auto" else "the same command without resume=never continues"

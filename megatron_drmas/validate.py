@@ -69,13 +69,6 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     placement = place(config, device)
     for name, policy in config.policies.items():
         actors, engines = placement.actors[name], placement.engines[name]
-        if policy.packing == "trie" and DEVICES[device].accelerated and config.precision.mode != "fp8_emulated":
-            raise ConfigError(
-                f"policies.{name}.packing",
-                "trie",
-                "needs the local attention, and GPUs run Transformer Engine's",
-                f"set policies.{name}.packing=auto",
-            )
         shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
         route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
         choose_transport(config.cluster.transport, route, name)

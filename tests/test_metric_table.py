@@ -13,7 +13,7 @@ from megatron_drmas.algorithm.losses import LossInputs, policy_loss, token_weigh
 from megatron_drmas.algorithm.teamtr import certify
 from megatron_drmas.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.evaluate import summarise
+from megatron_drmas.evaluate import summarize
 from megatron_drmas.observability.metrics import METRICS, metric_of
 from megatron_drmas.observability.records import GENERATE, GREEDY
 from megatron_drmas.observability.report import load_run, render
@@ -85,7 +85,7 @@ def stage(one_process, monkeypatch) -> Stage:
 def test_what_is_logged_is_in_the_table_and_what_is_in_the_table_is_logged(stage, tmp_path):
     log = RunLog(tmp_path, {"team": {"agents": {"solver": {"policy": "writer"}}}}, "run", 0, 1)
     log.started()
-    record = summarise(stage.trajectories, 0, GREEDY, 1, Sampling(0.0, 1.0, "evaluation"))
+    record = summarize(stage.trajectories, 0, GREEDY, 1, Sampling(0.0, 1.0, "evaluation"))
     log.log_evaluation(record)
     with log.phase(GENERATE):
         pass

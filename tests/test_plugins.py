@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_drmas.weight_sync.synchronise import EngineCalls, SenderCalls, synchronise
 from safetensors.torch import load_file
 
 from megatron_drmas.algorithm.advantages import compute_advantages
@@ -23,6 +22,7 @@ from megatron_drmas.team.tool import TOOLS
 from megatron_drmas.team.trajectory import Trajectory, Turn
 from megatron_drmas.team.workflow import WORKFLOWS
 from megatron_drmas.validate import validate
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, synchronize
 from megatron_drmas.weight_sync.transport import TRANSPORTS, Route, choose_transport
 from megatron_drmas.weight_sync.verify import digest
 
@@ -248,7 +248,7 @@ def test_the_transport_brings_every_tensor_once(config, folder):
         partial(answer, lambda version: None),
         partial(answer, lambda: {name: digest(tensor) for name, tensor in loaded}),
     )
-    stats = asyncio.run(synchronise(senders, [engine], 1, 10.0, verify=True))
+    stats = asyncio.run(synchronize(senders, [engine], 1, 10.0, verify=True))
     assert stats.verified and stats.buckets > 1 and sorted(name for name, _ in loaded) == sorted(tensors)
 
 

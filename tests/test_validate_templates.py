@@ -102,13 +102,13 @@ def test_a_token_beyond_the_model_is_refused(team_dir):
         check(team_dir)
 
 
-def test_a_stop_token_that_is_told_differently_is_said(team_dir, caplog):
+def test_sources_that_disagree_on_the_stop_token_are_reported(team_dir, caplog):
     for file in ("config.json", "generation_config.json"):
         change(team_dir / "qwen2" / file, eos_token_id=0)
     with caplog.at_level(logging.WARNING):
         check(team_dir)
     assert [record.message for record in caplog.records] == [
-        "policies.qwen2: what ends a response is told differently (generation_config.json says 0, config.json says 0, the "
+        "policies.qwen2: the sources disagree on what ends a response (generation_config.json says 0, config.json says 0, the "
         "tokenizer says 1, the chat template says 1): <|endoftext|> (0) or <|end|> (1) will"
     ]
 

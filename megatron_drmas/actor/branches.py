@@ -1,12 +1,13 @@
 """Which packed tokens attend to which: branches of a trie, and their attention in a few batched calls."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_drmas.kernels.gather import take_rows
 
 SIMILAR = 0.75  # paths at least this share of a bucket's longest are padded to it
 
@@ -44,19 +45,15 @@ class Branches:
         """Lay out branches whose last queries[i] tokens of paths[i], packed tokens each, are queries."""
         begins = np.cumsum([0, *queries])
         lengths = [len(path) for path in paths]
-        # Whole rows first: they need no mask.
-        order = sorted(range(len(paths)), key=lambda i: (queries[i] < lengths[i], -lengths[i], -queries[i]))
+        # A bucket's branches have queries of the same power of two and similar paths, or are whole rows, which need no mask.
+        kinds = [0 if own == length else own.bit_length() for own, length in zip(queries, lengths, strict=True)]
+        order = sorted(range(len(paths)), key=lambda i: (kinds[i], -lengths[i], -queries[i]))
         buckets, query_slots, key_slots = [], [], []
         outputs = np.empty(begins[-1], dtype=np.int64)
         placed, at = 0, 0
         while at < len(order):
-            whole, keys = queries[order[at]] == lengths[order[at]], lengths[order[at]]
-            end = at
-            while (
-                end < len(order)
-                and lengths[order[end]] >= SIMILAR * keys
-                and (queries[order[end]] == lengths[order[end]]) == whole
-            ):
+            kind, keys, end = kinds[order[at]], lengths[order[at]], at
+            while end < len(order) and kinds[order[end]] == kind and lengths[order[end]] >= SIMILAR * keys:
                 end += 1
             members, at = order[at:end], end
             most = max(queries[i] for i in members)
@@ -65,7 +62,7 @@ class Branches:
                 placed += most
                 query_slots.append(_padded(np.arange(begins[i], begins[i + 1]), most))
                 key_slots.append(_padded(paths[i], keys))
-            mask = None if whole else _mask([lengths[i] for i in members], [queries[i] for i in members], keys)
+            mask = None if kind == 0 else _mask([lengths[i] for i in members], [queries[i] for i in members], keys)
             buckets.append(Bucket(len(members), most, keys, mask))
         return cls(
             torch.from_numpy(begins).int(),
@@ -78,36 +75,22 @@ class Branches:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention output [t, heads · size] of query, key and value [t, heads, size]."""
+        """Attention output [t, heads · size] of query [t, heads, size], key and value [t, groups, size]."""
         queries = [bucket.rows * bucket.queries for bucket in self.buckets]
         keys = [bucket.rows * bucket.keys for bucket in self.buckets]
         parts = (
-            _Gather.apply(query, self.query_slots).split(queries),
-            _Gather.apply(key, self.key_slots).split(keys),
-            _Gather.apply(value, self.key_slots).split(keys),
+            take_rows(query, self.query_slots).split(queries),
+            take_rows(key, self.key_slots).split(keys),
+            take_rows(value, self.key_slots).split(keys),
         )
         outputs = []
         for bucket, *qkv in zip(self.buckets, *parts, strict=True):
             q, k, v = (part.view(bucket.rows, -1, *part.shape[1:]).transpose(1, 2) for part in qkv)
-            context = F.scaled_dot_product_attention(q, k, v, bucket.mask, is_causal=bucket.mask is None, scale=scale)
+            context = F.scaled_dot_product_attention(
+                q, k, v, bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=True
+            )
             outputs.append(context.transpose(1, 2).reshape(bucket.rows * bucket.queries, -1))
-        return _Gather.apply(torch.cat(outputs), self.outputs)
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of a tensor by index; the gradients of a row that is taken several times are summed in fp32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = len(source)
-        return source.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        sums = gradient.new_zeros(ctx.rows, *gradient.shape[1:], dtype=wide)
-        return sums.index_add_(0, ctx.saved_tensors[0], gradient.to(wide)).to(gradient.dtype), None
+        return take_rows(torch.cat(outputs), self.outputs)
 
 
 def _padded(places: np.ndarray, length: int) -> np.ndarray:

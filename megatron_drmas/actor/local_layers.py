@@ -65,9 +65,6 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Attention output [t, heads · head_dim] of query [t, heads, head_dim], key and value [t, groups, head_dim]."""
         assert packed_seq_params is not None and packed_seq_params.branches is not None, "rows are packed"
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         return packed_seq_params.branches.attend(query, key, value, self.softmax_scale)
 
 
@@ -80,7 +77,8 @@ class ChosenTokensLayer(TransformerLayer):
 
     def forward(self, *args, packed_seq_params: PackedSequences, **kwargs):
         hidden_states, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        return self._forward_mlp(hidden_states.index_select(0, packed_seq_params.chosen)), context
+        chosen = hidden_states.index_select(0, packed_seq_params.chosen)
+        return self._forward_mlp(chosen) if len(chosen) else chosen, context  # a router takes no empty input
 
 
 def local_block_spec(config: TransformerConfig, choose_tokens: bool) -> TransformerBlockSubmodules:

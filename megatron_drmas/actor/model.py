@@ -13,6 +13,7 @@ from megatron_drmas.actor.local_layers import ChosenTokensLayer, local_block_spe
 from megatron_drmas.actor.precision import DTYPES, fp8_arguments
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.devices import DEVICES
+from megatron_drmas.kernels.gather import take_rows
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
 
 
@@ -90,7 +91,7 @@ class PolicyModel(GPTModel):
             hidden_states = hidden_states[loss_mask[0]]
         packed = kwargs["packed_seq_params"]
         if packed.sources is not None:
-            hidden_states = hidden_states.index_select(0, packed.sources)
+            hidden_states = take_rows(hidden_states, packed.sources)
         logprobs, entropy = linear_token_logprobs(
             hidden_states,
             weight,
@@ -100,7 +101,7 @@ class PolicyModel(GPTModel):
             vocab_size=self.vocab,
         )
         outputs = torch.stack([logprobs, entropy], dim=1)
-        return outputs if packed.edges is None else outputs.index_select(0, packed.edges)
+        return outputs if packed.edges is None else take_rows(outputs, packed.edges)
 
 
 def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
@@ -127,6 +128,10 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
         layers = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
         )
+        if shares_beginnings(settings):
+            from megatron_drmas.actor.transformer_engine_layers import BranchAttention
+
+            layers.submodules.self_attention.submodules.core_attention = BranchAttention
     else:
         # FP8's scales are to see all tokens, as they do in Transformer Engine.
         choose_tokens = not config.sequence_parallel and settings.precision.mode != "fp8_emulated"
@@ -163,17 +168,11 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
 def shares_beginnings(settings: ActorSettings) -> bool:
     """Whether tokens that rows begin with are packed once (`policies.X.packing`).
 
-    It takes the local attention.  Experts' routing, which neither balances load nor drops tokens, is that of each token alone.
-
-    Raises:
-        ValueError: asked for with Transformer Engine's attention.
+    So are experts': their routing, which neither balances load nor drops tokens, is that of each token alone.
     """
-    local = not _with_transformer_engine(settings)
-    if settings.policy.packing == "trie" and not local:
-        raise ValueError(
-            f"policies.{settings.name}.packing=trie needs the local attention, and GPUs run Transformer Engine's; set it to auto"
-        )
-    return local and settings.policy.packing != "none"
+    if settings.policy.packing == "auto":
+        return not DEVICES[settings.device].accelerated
+    return settings.policy.packing == "trie"
 
 
 def _with_transformer_engine(settings: ActorSettings) -> bool:

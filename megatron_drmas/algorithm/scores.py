@@ -82,7 +82,7 @@ def verdict_credit(verdict: Tensor, acceptable: Tensor) -> Tensor:
     """+1 for a verdict that the outcome bears out, -1 for one that it does not, 0 for a row without a verdict.
 
     Args:
-        verdict: int [R]; 1 accepts, 0 rejects, -1 is no verdict.
+        verdict: int [R]; 1 accepts, 0 rejects, -1: no verdict.
         acceptable: bool [R], a verdict that accepts is borne out.
     """
     agrees = (verdict == 1) == acceptable

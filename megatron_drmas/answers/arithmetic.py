@@ -65,7 +65,7 @@ def factorial(value: Expression) -> Expression:
         Unreadable: the number is too large, negative or not whole.
     """
     if isinstance(value, MatrixBase) or (value.is_number and not (isinstance(value, Integer) and value >= 0)):
-        raise Unreadable("the factorial of what is no whole number")
+        raise Unreadable("the factorial of what is not a whole number")
     if isinstance(value, Integer) and int(value) * math.log2(int(value) + 1) > MAX_BITS:
         raise Unreadable("a factorial is too large")
     return sympy.factorial(value)

@@ -13,7 +13,7 @@ from megatron_drmas.cluster.placement import resolve_device
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.devices import DEVICES
 
-MOST_THREADS = 8  # of a process whose model is on a GPU
+MAX_THREADS = 8  # of a process whose model is on a GPU
 MEMORY_SHARE = 0.5  # of what is available, for the actors: engines, page cache and the driver need the rest
 OPTIMIZER_BYTES = 12  # a parameter: fp32 gradient and Adam's two moments
 MASTER_BYTES = 4  # and its fp32 copy where it is not fp32 itself
@@ -38,7 +38,7 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
 
     def threads(processes: int) -> int:
         if device.placed:
-            return max(1, min(MOST_THREADS, cores // config.cluster.gpus_per_node))
+            return max(1, min(MAX_THREADS, cores // config.cluster.gpus_per_node))
         return max(1, cores // max(1, processes))
 
     cluster = replace(

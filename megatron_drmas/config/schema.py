@@ -80,7 +80,7 @@ class PolicyConfig:
         "auto",
         choices={
             "auto": "trie on CPUs, none on GPUs",
-            "trie": "tokens that rows begin with are computed once",
+            "trie": "tokens that rows begin with are computed once; not yet run on GPUs",
             "none": "each row by itself",
         },
     )

@@ -116,8 +116,8 @@ def _advantage_kernel(
         length = tl.load(offsets + row + 1, mask=position < stop, other=0) - begin
         values = tl.broadcast_to(centred[:, None], [WRITE_ROWS, WRITE_TOKENS])
         for token in range(0, tl.max(length, axis=0), WRITE_TOKENS):
-            position = token + tl.arange(0, WRITE_TOKENS)
-            tl.store(out + begin[:, None] + position[None, :], values, mask=position[None, :] < length[:, None])
+            column = token + tl.arange(0, WRITE_TOKENS)
+            tl.store(out + begin[:, None] + column[None, :], values, mask=column[None, :] < length[:, None])
 
 
 def agent_advantages_triton(

@@ -137,7 +137,7 @@ class HealthRule:
     """Judges the steps of a run, one after another.
 
     Attributes:
-        stop: why the run must stop after the last step that was judged; None if it may go on.
+        stop: why the run must stop after the last step that was judged; None if it may continue.
         healthy: whether that step's policies can be relied on: few trajectories were masked, something could be learned, and
             no share reached its stop threshold.
     """

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from tests.actor.ranks import LAYOUTS, make_batch, make_settings
+from tests.actor.ranks import LAYOUTS, make_batch, make_settings, make_tree_batch
 from tests.actor.reference import Reference
 from tests.tiny_models import LLAMA3_ROPE, make_llama
 
@@ -33,7 +33,7 @@ def sft_twice(actor, batch, weights):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_supervised_step_is_weighted_cross_entropy(ranks, models, layout):
-    batch = make_batch()
+    batch = make_tree_batch()
     weights = torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(3)) / len(batch.tokens)
     weights[::3] = 0
     weights[batch.offsets[:-1]] = 9.0  # of first tokens, which nothing predicts

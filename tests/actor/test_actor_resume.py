@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from tests.actor.ranks import make_batch, make_settings
+from tests.actor.ranks import make_batch, make_settings, make_tree_batch
 
 KEYS = ("loss", "grad_norm", "entropy", "lr")
 
 
 def train(actor, seeds):
-    return [{key: report[key] for key in KEYS} for report in (actor.update(make_batch(seed), seed) for seed in seeds)]
+    return [{key: report[key] for key in KEYS} for report in (actor.update(make_tree_batch(seed), seed) for seed in seeds)]
 
 
 def weights_of(actor):

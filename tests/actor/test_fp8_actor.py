@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_drmas.config.schema import Fp8Config, PrecisionConfig
-from tests.actor.ranks import make_batch, make_settings
+from tests.actor.ranks import make_batch, make_settings, make_tree_batch
 
 
 def train_save_train_load_train(actor, folder):
@@ -46,3 +46,20 @@ def test_trains_near_fp32_and_resumes(fp8, run, exact):
 def test_layers_kept_in_high_precision_do_not_round(run, exact):
     fp8 = Fp8Config("tensorwise", bf16_first_layers=1, bf16_last_layers=1)
     assert torch.equal(run(PrecisionConfig("fp8_emulated", fp8=fp8))[0], exact[0])
+
+
+def log_probs_and_update(actor, batch):
+    return actor.token_logprobs(batch), actor.update(batch, 0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_sharing_beginnings_costs_little(recipe, ranks, models):
+    """Gradients that meet in a shared token are scaled together, so they round a little differently than apart."""
+    settings = replace(make_settings(models["llama"], "tp2_sp"), precision=PrecisionConfig("fp8_emulated", fp8=Fp8Config(recipe)))
+    batch, results = make_tree_batch(), []
+    for packing in ("trie", "none"):
+        settings.policy.packing = packing
+        results.append(ranks.run(settings, log_probs_and_update, batch)[0])
+    (logprobs, shared), (logprobs_apart, apart) = results
+    torch.testing.assert_close(logprobs, logprobs_apart, rtol=0, atol=1e-4)
+    assert shared["grad_norm"] == pytest.approx(apart["grad_norm"], rel=0.01)

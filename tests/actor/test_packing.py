@@ -105,7 +105,8 @@ def test_packed_attention_is_attention_along_each_path(trie, seed):
         own = slice(*branches.query_offsets[i : i + 2].tolist())
         q, k, v = (x.transpose(0, 1) for x in (query[own], key[branches.path[begin:end]], value[branches.path[begin:end]]))
         mask = torch.ones(queries[i], len(path), dtype=torch.bool).tril(len(path) - queries[i])
-        expected.append(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(0, 1).flatten(1))
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        expected.append(F.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1).flatten(1))
     expected = torch.cat(expected)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
@@ -126,6 +127,7 @@ def test_buckets_pad_little_and_hold_every_branch(trie):
     assert torch.equal(branches.query_slots[branches.outputs], torch.arange(sum(queries)))
     keys = sum(bucket.rows * bucket.keys for bucket in branches.buckets)
     assert len(branches.key_slots) == keys and SIMILAR * keys <= sum(map(len, paths))
+    assert len(branches.query_slots) < 2 * sum(queries)
     assert all((bucket.mask is None) or bucket.mask.any(-1).all() for bucket in branches.buckets), "no query attends to nothing"
 
 

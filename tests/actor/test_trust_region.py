@@ -38,15 +38,15 @@ def region(delta: float) -> LossConfig:
 
 def test_the_update_ends_at_delta(run):
     first, second, again = run(region(1e-6))[0]
-    assert first["optimizer_steps"] == 1 and first["message_kl"] >= 1e-6
-    assert first["beta"] == 0.2 and second["beta"] == 0.4, "doubled when far outside"
+    assert first["optimizer_steps"] == 1 and first["trust_region"]["message_kl"] >= 1e-6
+    assert first["trust_region"]["beta"] == 0.2 and second["trust_region"]["beta"] == 0.4, "doubled when far outside"
     assert second == again
 
 
 def test_a_wide_region_lets_every_step_be_made(run):
     first, second, again = run(region(1e6))[0]
-    assert first["optimizer_steps"] == 4 and 0 < first["message_kl"] < 1e6
-    assert first["beta"] == 0.1 / 16 and second["beta"] == 0.1 / 256, "halved after every step"
+    assert first["optimizer_steps"] == 4 and 0 < first["trust_region"]["message_kl"] < 1e6
+    assert first["trust_region"]["beta"] == 0.1 / 16 and second["trust_region"]["beta"] == 0.1 / 256, "halved after every step"
     assert second == again, "beta is part of the checkpoint"
 
 
@@ -64,7 +64,7 @@ def two_agents_in_turn(actor, folder):
 def test_agents_that_share_a_policy_have_regions_of_their_own(ranks, models, tmp_path):
     settings = make_settings(models["llama"], "tp1", loss=region(1e-6), updates_per_batch=4)
     (results, betas, restored), *_ = ranks.run(settings, two_agents_in_turn, str(tmp_path / "checkpoint"))
-    assert [result["beta"] for result in results] == [0.2, 0.2, 0.4]
+    assert [result["trust_region"]["beta"] for result in results] == [0.2, 0.2, 0.4]
     assert len(betas) == 2 and betas == restored
 
 

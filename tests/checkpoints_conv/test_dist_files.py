@@ -220,7 +220,7 @@ def test_an_index_names_files_of_its_own_folder_only(megatron, tmp_path, file):
     index, at = next((index, at) for index, at in metadata.storage_data.items() if index.offset is not None)
     metadata.storage_data[index] = dataclasses.replace(at, relative_path=file)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConversionError, match="none in its folder"):
+    with pytest.raises(ConversionError, match="outside its folder"):
         read_index(tmp_path / ".metadata")
 
 

@@ -71,7 +71,7 @@ def test_truncated_shard(folder, left):
 
 def test_shard_that_the_index_names_is_missing(folder):
     shard_of(folder, NORM).unlink()
-    with pytest.raises(ConversionError, match="which does not exist"):
+    with pytest.raises(ConversionError, match="which is not in the same folder"):
         check(folder)
 
 

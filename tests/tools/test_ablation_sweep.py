@@ -220,9 +220,9 @@ def test_the_command_runs_only_what_is_missing(tmp_path, tiny_team, contexts, ca
     [
         ("--sizes", "16", "16x64"),
         ("--sizes", "4x1", "two samples"),
-        ("--rates", "nan", "no number"),
-        ("--keep", "1.5", "no number in [0, 1]"),
-        ("--seeds", "-1", "no whole number of at least 0"),
+        ("--rates", "nan", "not a number"),
+        ("--keep", "1.5", "not a number in [0, 1]"),
+        ("--seeds", "-1", "not a whole number of at least 0"),
         ("--variants", "best", "invalid choice"),
     ],
 )

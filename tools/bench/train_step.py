@@ -1,8 +1,10 @@
 """Speed of an actor's update: common beginnings shared, not shared, and a plain transformers loop of the same model.
 
     python -m tools.bench.train_step --model FOLDER [--questions 8] [--samples 4] [--prompt 150] [--response 64] [--rounds 3]
+    python -m tools.bench.train_step --model FOLDER --trajectories RUN/trajectories/step_000001.jsonl --policy NAME
 
-The rows are random tokens: `samples` responses to each of `questions` prompts, as a step of GRPO has them.  The loop takes
+The rows are random tokens, `samples` responses to each of `questions` prompts, as a step of GRPO has them; or those that a
+policy learned from in a step of a run with logging.token_ids=true logging.trajectories_per_step=null.  The loop takes
 micro-batches of the same size, computes the log-probs of the responses, and makes an AdamW step.  All take turns; medians.
 `mfu` is the shared update's, counting the tokens that it computes at 6 operations a parameter,
 against a matmul of this machine.  The last line is JSON; `ratio` is against the loop.
@@ -18,32 +20,55 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_drmas.actor.policy_actor import PolicyActor
 from megatron_drmas.actor.settings import ActorSettings
-from megatron_drmas.batch import TurnBatch, offsets_of
+from megatron_drmas.batch import TurnBatch, gather_segments, offsets_of
 from megatron_drmas.config.schema import PolicyConfig
 from tools.ablation.command import count
 
 TARGET = 2.0
 
 
-def make_batch(vocabulary: int, questions: int, samples: int, prompt: int, response: int) -> TurnBatch:
-    """`questions` x `samples` rows; advantages and engine log-probs are random."""
+Row = tuple[list[int], list[int]]  # ids of the prompt and of the response
+
+
+def random_rows(vocabulary: int, questions: int, samples: int, prompt: int, response: int) -> list[Row]:
+    """`samples` random responses to each of `questions` random prompts."""
     generator = torch.Generator().manual_seed(0)
-    rows = questions * samples
-    prompts = torch.randint(0, vocabulary, (questions, prompt), generator=generator).repeat_interleave(samples, 0)
-    responses = torch.randint(0, vocabulary, (rows, response), generator=generator)
-    zeros, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.bool)
+    prompts = torch.randint(0, vocabulary, (questions, prompt), generator=generator).tolist()
+    responses = torch.randint(0, vocabulary, (questions, samples, response), generator=generator).tolist()
+    return [(ids, each) for ids, answers in zip(prompts, responses) for each in answers]
+
+
+def recorded_rows(path: Path, policy: str) -> list[Row]:
+    """What a policy learned from in a step.
+
+    Raises:
+        ValueError: the file has no ids of such turns.
+    """
+    trajectories = map(json.loads, path.read_text().splitlines())
+    turns = [turn for trajectory in trajectories for turn in trajectory["turns"] if turn["policy"] == policy and turn["trained"]]
+    if not turns or turns[0]["prompt_ids"] is None:
+        raise ValueError(f"{path}: no token ids of turns that {policy} learned from; run with logging.token_ids=true")
+    return [(turn["prompt_ids"], turn["response_ids"]) for turn in turns]
+
+
+def make_batch(rows: list[Row]) -> TurnBatch:
+    """The rows with random advantages."""
+    zeros, ones = torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows), dtype=torch.bool)
+    total = sum(len(response) for _, response in rows)
     return TurnBatch(
-        tokens=torch.cat([prompts, responses], 1).flatten(),
-        offsets=offsets_of(zeros + prompt + response),
-        prompt_lengths=zeros + prompt,
-        engine_logprobs=torch.full((rows * response,), -3.0),
+        tokens=torch.tensor([token for prompt, response in rows for token in (*prompt, *response)]),
+        offsets=offsets_of(torch.tensor([len(prompt) + len(response) for prompt, response in rows])),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in rows]),
+        engine_logprobs=torch.full((total,), -3.0),
         agent=zeros,
         policy=zeros,
-        group=torch.arange(questions).repeat_interleave(samples),
-        trajectory=torch.arange(rows),
+        group=zeros,
+        trajectory=torch.arange(len(rows)),
         turn=zeros,
         reward=zeros.float(),
         valid=ones,
@@ -51,7 +76,7 @@ def make_batch(vocabulary: int, questions: int, samples: int, prompt: int, respo
         weight_version=zeros,
         agents=("agent",),
         policies=("policy",),
-        advantages=torch.randn(rows * response, generator=generator),
+        advantages=torch.randn(total, generator=torch.Generator().manual_seed(1)),
     )
 
 
@@ -69,22 +94,41 @@ def start_actor(model: str, tokens: int) -> PolicyActor:
     return actor
 
 
+def padded_parts(batch: TurnBatch, tokens: int) -> list[Tensor]:
+    """Rows by length, in parts of at most `tokens` with their padding."""
+    parts: list[list[int]] = []
+    for row in batch.lengths.argsort(descending=True).tolist():
+        if not parts or (len(parts[-1]) + 1) * int(batch.lengths[parts[-1][0]]) > tokens:
+            parts.append([])
+        parts[-1].append(row)
+    return [torch.tensor(part) for part in parts]
+
+
 def transformers_loop(model: str, batch: TurnBatch, tokens: int) -> Callable[[], None]:
     """An update of the whole batch in plain transformers."""
     import transformers
 
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
-    length, prompt = int(batch.lengths[0]), int(batch.prompt_lengths[0])
-    assert batch.advantages is not None
-    rows, advantages = batch.tokens.view(-1, length), batch.advantages.view(len(batch), -1)
+    parts, column = padded_parts(batch, tokens), batch.advantages
+    assert column is not None
+
+    def part_loss(part: Tensor) -> Tensor:
+        texts = [batch.tokens[batch.offsets[row] : batch.offsets[row + 1]] for row in part.tolist()]
+        table = pad_sequence(texts, batch_first=True)
+        places = torch.arange(table.shape[1])
+        real = places < batch.lengths[part, None]
+        predicted = real & (places >= batch.prompt_lengths[part, None])
+        first = int(batch.prompt_lengths[part].min())
+        logits = network(table, attention_mask=real.long(), logits_to_keep=places[first - 1 : -1]).logits
+        logprobs = logits.log_softmax(-1).gather(2, table[:, first:, None])[:, :, 0][predicted[:, first:]]
+        advantages = gather_segments(column, batch.response_offsets, part)
+        return -((logprobs - logprobs.detach()).exp() * advantages).sum() / len(column)
 
     def update() -> None:
         optimizer.zero_grad()
-        for part, advantage in zip(rows.split(max(1, tokens // length)), advantages.split(max(1, tokens // length))):
-            logits = network(part, logits_to_keep=length - prompt + 1).logits[:, :-1]
-            logprobs = logits.log_softmax(-1).gather(2, part[:, prompt:, None])[:, :, 0]
-            (-((logprobs - logprobs.detach()).exp() * advantage).sum() / advantages.numel()).backward()
+        for part in parts:
+            part_loss(part).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
 
@@ -109,16 +153,27 @@ def main() -> None:
     for name, value in (("questions", 8), ("samples", 4), ("prompt", 150), ("response", 64), ("rounds", 3), ("tokens", 4096)):
         parser.add_argument(f"--{name}", type=count(1), default=value, help=f"(default: {value})")
     parser.add_argument("--threads", type=count(1), default=None, help="(default: every core)")
+    parser.add_argument("--trajectories", type=Path, default=None, help="of a step of a run, instead of random rows")
+    parser.add_argument("--policy", default=None, help="whose turns in --trajectories")
     args = parser.parse_args()
     if not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model {args.model}: has no config.json; give a Hugging Face folder")
-    if args.tokens < args.prompt + args.response:
-        parser.error(f"--tokens {args.tokens}: a row has {args.prompt + args.response}")
+    if (args.trajectories is None) != (args.policy is None):
+        parser.error("--trajectories and --policy need each other")
+    if args.trajectories:
+        try:
+            rows = recorded_rows(args.trajectories, args.policy)
+        except (OSError, ValueError) as error:
+            parser.error(f"--trajectories: {error}")
+    else:
+        vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+        rows = random_rows(vocabulary, args.questions, args.samples, args.prompt, args.response)
+    batch = make_batch(rows)
+    if args.tokens < int(batch.lengths.max()):
+        parser.error(f"--tokens {args.tokens}: a row has {int(batch.lengths.max())}")
     from joblib import cpu_count
 
     torch.set_num_threads(args.threads or cpu_count())
-    config = json.loads((Path(args.model) / "config.json").read_text())
-    batch = make_batch(config["vocab_size"], args.questions, args.samples, args.prompt, args.response)
     actor = start_actor(args.model, args.tokens)
     packed: dict[str, int] = {}
 
