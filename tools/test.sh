@@ -2,7 +2,7 @@
 # Set up what the checks and tests need, then run them: format, lint rules, types, shell scripts, pytest.
 #
 #   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
-#   bash tools/test.sh --lint                          format, lint rules and types, and nothing else
+#   bash tools/test.sh --lint                          format, lint rules, types and shell scripts, and nothing else
 #
 # The format and the lint rules come before the tests; types are checked beside them when the whole suite runs.
 # As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
@@ -65,12 +65,6 @@ fi
 
 .venv/bin/ruff format --check --quiet || die "the format differs; run: .venv/bin/ruff format"
 .venv/bin/ruff check --quiet || die "ruff has findings; some of them it fixes: .venv/bin/ruff check --fix"
-if [ "${1:-}" = --lint ]; then
-  .venv/bin/mypy || die "mypy has findings"
-  say "format, lint rules and types are right"
-  exit
-fi
-
 arguments=()
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
