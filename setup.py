@@ -12,6 +12,7 @@ BASE = [
     "numpy>=2,<3",
     "pyarrow>=21",
     "psutil>=6",
+    "joblib>=1.4",
     "rich>=14",
     "math-verify[antlr4-9-3]>=0.9,<0.10",
     "bm25s>=0.2.13,<0.4",

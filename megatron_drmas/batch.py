@@ -111,11 +111,11 @@ class TurnBatch(TokenBatch):
     advantages: Tensor | None = None  # float32 [T']
     token_weights: Tensor | None = None  # float32 [T'], weight of each token's loss; they carry every normalization
 
+    response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")
+
     def filled(self, column: str) -> Tensor:
         """An optional column that must be there; ValueError if it is not."""
         values = getattr(self, column)
         if values is None:
             raise ValueError(f"the batch has no column {column}")
         return values
-
-    response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")

@@ -140,12 +140,10 @@ def check_machine(accelerator: Accelerator) -> list[Finding]:
     if accelerator.error:
         findings.append(Finding("GPU", "unknown", "optional", False, f"torch does not import: {accelerator.error}"))
     elif not accelerator.devices:
-        from joblib import cpu_count
-
-        from megatron_drmas.cluster.machine import available_memory
+        from megatron_drmas.cluster.machine import usable_cores, usable_memory
 
         effect = "Megatron runs on the CPU over gloo, weights travel through shared memory, engines do not sleep"
-        found = f"none ({cpu_count()} CPU cores, {available_memory() / 2**30:.0f} GiB of memory available)"
+        found = f"none ({usable_cores()} CPU cores, {usable_memory() / 2**30:.0f} GiB of memory)"
         findings.append(Finding("GPU", found, "optional", None, effect))
     else:
         names = sorted({f"{name}, {memory:.0f} GiB" for name, _, memory in accelerator.devices})

@@ -135,7 +135,8 @@ async def evaluate_checkpoints(config: RunConfig, folder: Path) -> AsyncIterator
     from megatron_drmas.data.question_sets import load_question_sets
     from megatron_drmas.step_record import trajectory_records
 
-    config, _ = fit_to_machine(config)
+    config, fitted = fit_to_machine(config)
+    print(f"evaluate: {fitted}", file=sys.stderr)
     questions = load_question_sets(config.data).evaluation
     results = ""
     async with Cluster(config, actors=False) as cluster:

@@ -254,9 +254,9 @@ def _train_rank(
 
 def rank_threads(config: SftConfig) -> int:
     """CPU threads of each rank."""
-    from joblib import cpu_count  # knows affinity, Slurm's included, and a container's quota
+    from megatron_drmas.cluster.machine import usable_cores
 
-    return config.threads or max(1, cpu_count() // config.policy.parallel.world_size)
+    return config.threads or max(1, usable_cores() // config.policy.parallel.world_size)
 
 
 def _free_port() -> int:

@@ -133,7 +133,7 @@ def merge_stages(stages: list[Stage]) -> Stage:
     first = stages[0].batch
     rows = collate(trajectories, first.agents, first.policies, set())
     rows.trainable = torch.cat([stage.batch.trainable for stage in stages])
-    rows.advantages = torch.cat([stage.batch.advantages for stage in stages if stage.batch.advantages is not None])
+    rows.advantages = torch.cat([stage.batch.filled("advantages") for stage in stages])
     metrics: dict[str, dict] = {}
     for stage in stages:
         metrics = merge_metrics(metrics, stage.metrics)

@@ -124,6 +124,7 @@ class _Rehearsal:
         self._calls: Counter = Counter()
 
     async def call(self, role: str, **variables: Any) -> Turn:
+        """A turn of made-up output; ConfigError where the prompt cannot be rendered."""
         if self._calls.total() == MAX_CALLS:
             raise _Enough
         agent = self._team.of_role(role)

@@ -19,22 +19,17 @@ cd "$ROOT"
 
 bash tools/setup.sh
 
-lint() {
-  local scripts
-  .venv/bin/ruff format --check --quiet --diff .
-  .venv/bin/ruff check --quiet .
-  .venv/bin/mypy
-  mapfile -t scripts < <(find .ci/run tools slurm tests/slurm_lab -name '*.sh' -o -path .ci/run)
-  if command -v shellcheck >/dev/null; then
-    shellcheck --external-sources "${scripts[@]}"
-  else
-    say "shellcheck is not installed: shell scripts are not checked"
-  fi
-}
+.venv/bin/ruff format --check --quiet || die "the format differs; run: .venv/bin/ruff format"
+.venv/bin/ruff check --quiet || die "ruff has findings; some of them it fixes: .venv/bin/ruff check --fix"
 
 if [ "${1:-}" = --lint ]; then
   [ $# = 1 ] || die "--lint takes no other arguments; got: $*"
-  lint
+  .venv/bin/mypy || die "mypy has findings"
+  if command -v shellcheck >/dev/null; then
+    find .ci tools slurm tests/slurm_lab \( -name '*.sh' -o -path .ci/run \) -exec shellcheck --external-sources {} +
+  else
+    say "shellcheck is not installed: shell scripts are not checked"
+  fi
   exit
 fi
 
@@ -63,8 +58,6 @@ if ((${#missing[@]})); then
   fi
 fi
 
-.venv/bin/ruff format --check --quiet || die "the format differs; run: .venv/bin/ruff format"
-.venv/bin/ruff check --quiet || die "ruff has findings; some of them it fixes: .venv/bin/ruff check --fix"
 arguments=()
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi

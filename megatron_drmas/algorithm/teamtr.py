@@ -131,8 +131,7 @@ def certify(metrics: dict[str, dict], batch: TurnBatch) -> dict[str, dict]:
         if region is None:
             continue
         trajectories = dense_index(batch.group, batch.trajectory)[0].unique().numel()
-        assert batch.advantages is not None, "the batch was trained on"
-        largest, calls = float(batch.advantages.abs().max()), int(batch.turn.max()) + 1
+        largest, calls = float(batch.filled("advantages").abs().max()), int(batch.turn.max()) + 1
         gain = region.pop("surrogate") / trajectories
         values["certificate"] = certificate([gain], [region["message_kl_bound"]], largest, calls)
         (agent,) = values["agents"]

@@ -1,5 +1,6 @@
 """What a configuration leaves to the machine: CPU threads, and whether activations are kept or computed again."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.devices import DEVICES
 
 MAX_THREADS = 8  # of a process whose model is on a GPU
-MEMORY_SHARE = 0.5  # of what is available, for the actors: engines, page cache and the driver need the rest
+MEMORY_SHARE = 0.5  # of the machine's, for the actors: engines, page cache and the driver need the rest
 OPTIMIZER_BYTES = 12  # a parameter: fp32 gradient and Adam's two moments
 MASTER_BYTES = 4  # and its fp32 copy where it is not fp32 itself
 
@@ -24,15 +25,13 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
 
     Actors of all policies compute at the same time, and so do all engines; actors and engines take turns.  On CPUs a group
     shares the cores that this process may use; with GPUs each node's cores are shared by as many processes as it has GPUs.
-    A trainable policy's activations are kept if all actors then fit into half of the available memory; with GPUs they are
-    kept.
+    A trainable policy's activations are kept if all actors then fit into half of the memory; with GPUs they are kept.  Nothing
+    depends on what else runs, so that a run that is resumed on the same machine computes the same bits.
 
     Returns:
         The configuration, and one line that says what was chosen and from what.
     """
-    from joblib import cpu_count  # knows affinity, Slurm's included, and a container's quota
-
-    cores, device = cpu_count(), DEVICES[resolve_device(config)]
+    cores, device = usable_cores(), DEVICES[resolve_device(config)]
     actors = sum(policy.parallel.world_size for policy in config.policies.values() if policy.trainable)
     engines = sum(policy.engine.replicas for policy in config.policies.values())
 
@@ -58,12 +57,10 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
         needed = sum(
             actor_bytes(specs[name], policy, config.precision.mode) for name, policy in policies.items() if policy.trainable
         )
-        available = available_memory()
-        recompute = needed > MEMORY_SHARE * available
+        memory = usable_memory()
+        recompute = needed > MEMORY_SHARE * memory
         does = "are computed again in the backward pass" if recompute else "are kept"
-        text += (
-            f"; activations {does} (actors need {needed / 2**30:.1f} GiB to keep them, {available / 2**30:.1f} GiB are available)"
-        )
+        text += f"; activations {does} (actors need {needed / 2**30:.1f} GiB to keep them, there are {memory / 2**30:.1f} GiB)"
     else:
         recompute = False
     for name in open_:
@@ -88,13 +85,20 @@ def actor_bytes(spec: ModelSpec, policy: PolicyConfig, precision: str) -> int:
     return state + policy.parallel.data * policy.micro_batch_tokens * spec.layers * elements * size
 
 
-def available_memory() -> int:
-    """Bytes that this process and its children may still take, a container's or Slurm's limit included."""
-    available = psutil.virtual_memory().available
+def usable_cores() -> int:
+    """CPU cores that this process and its children may use: affinity, a container's quota, and Slurm's share of the node."""
+    from joblib import cpu_count  # affinity and quota
+
+    return min(cpu_count(), int(os.environ.get("SLURM_CPUS_ON_NODE", cpu_count())))
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process and its children may take, a container's or Slurm's limit included (cgroup v2)."""
+    memory = psutil.virtual_memory().total
     group = Path("/proc/self/cgroup")
     path = next((line[3:] for line in group.read_text().splitlines() if line.startswith("0::")), "/") if group.exists() else "/"
     for folder in (Path("/sys/fs/cgroup") / path.lstrip("/"), Path("/sys/fs/cgroup")):
-        limit, used = (folder / name for name in ("memory.max", "memory.current"))
-        if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-            available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+        limit = folder / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            memory = min(memory, int(text))
+    return memory

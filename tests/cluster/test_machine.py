@@ -18,7 +18,8 @@ SPEC = ModelSpec("LlamaForCausalLM", 30, 576, 9, 3, 64, 1536, 49152, True, False
 
 def config_with(monkeypatch, cores: int, gib: float, *overrides: str):
     monkeypatch.setattr(joblib, "cpu_count", lambda: cores)
-    monkeypatch.setattr(machine, "available_memory", lambda: int(gib * 2**30))
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    monkeypatch.setattr(machine, "usable_memory", lambda: int(gib * 2**30))
     monkeypatch.setattr(machine, "read_config", lambda folder: None)
     monkeypatch.setattr(machine, "family_of", lambda config: type("Family", (), {"model_spec": lambda config: SPEC}))
     return fit_to_machine(compose_config("search_hetero", list(overrides)))
@@ -42,6 +43,15 @@ def test_a_node_s_cores_are_shared_by_its_gpus(monkeypatch):
     config, _ = config_with(monkeypatch, 24, 100, "cluster.gpus_per_node=8", "cluster.device=cuda")
     assert (config.cluster.actor_threads, config.cluster.engine_threads) == (3, 3)
     assert not any(policy.recompute for policy in config.policies.values())
+
+
+def test_slurm_s_share_of_the_node_counts(monkeypatch):
+    """Also where Slurm binds nothing, so that affinity shows every core."""
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 64)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
+    assert machine.usable_cores() == 8
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
+    assert machine.usable_cores() == 64
 
 
 def test_what_is_given_stays(monkeypatch):

@@ -171,9 +171,9 @@ def main() -> None:
     batch = make_batch(rows)
     if args.tokens < int(batch.lengths.max()):
         parser.error(f"--tokens {args.tokens}: a row has {int(batch.lengths.max())}")
-    from joblib import cpu_count
+    from megatron_drmas.cluster.machine import usable_cores
 
-    torch.set_num_threads(args.threads or cpu_count())
+    torch.set_num_threads(args.threads or usable_cores())
     actor = start_actor(args.model, args.tokens)
     packed: dict[str, int] = {}
 
