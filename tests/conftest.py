@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,9 @@ settings.load_profile("drmas")
 SLURM_COMMANDS = ("sbatch", "srun", "slurmctld", "slurmd", "munged")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of processes that share the files between them, which should end together
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
@@ -46,13 +46,13 @@ def repository() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def tiny_team(tmp_path_factory, repository) -> Path:
-    """The tiny team's models, questions and corpus, as its tool makes them."""
+@pytest.fixture(scope="session")
+def tiny_team(tmp_path_factory) -> Path:
+    """The tiny team's models, questions and corpus, as its tool makes them; not to be changed."""
+    from tools.tiny_team.__main__ import copy_team
+
     folder = tmp_path_factory.mktemp("tiny_team")
-    subprocess.run(
-        [sys.executable, "-m", "tools.tiny_team", "--out", str(folder)], check=True, cwd=repository, capture_output=True
-    )
+    copy_team(folder, 0)
     return folder
 
 

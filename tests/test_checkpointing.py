@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -105,7 +106,9 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def configured():
-    return lambda *overrides: json.loads(json.dumps(to_dict(compose_config("search_hetero", list(overrides)))))
+    """The default recipe with overrides, as a checkpoint keeps it."""
+    text = cache(lambda *overrides: json.dumps(to_dict(compose_config("search_hetero", list(overrides)))))
+    return lambda *overrides: json.loads(text(*overrides))
 
 
 @pytest.mark.parametrize("override", ALLOWED)

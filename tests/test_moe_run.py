@@ -17,10 +17,10 @@ EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def team(tmp_path_factory, repository) -> Path:
+def team(tiny_team, tmp_path_factory) -> Path:
     """The tiny team, and beside it a Qwen3-MoE with its tokenizer."""
     team = tmp_path_factory.mktemp("team")
-    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(team)], check=True, cwd=repository, capture_output=True)
+    shutil.copytree(tiny_team, team, dirs_exist_ok=True)
     dense = read_config(team / "qwen2")
     with torch.random.fork_rng():
         torch.manual_seed(0)

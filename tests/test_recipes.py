@@ -22,11 +22,9 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory, repository):
+def train(tiny_team, tmp_path_factory, repository):
     """One training step; returns what it measured."""
     folder = tmp_path_factory.mktemp("recipes")
-    team = folder / "tiny_team"
-    subprocess.run([sys.executable, "-m", "tools.tiny_team", "--out", str(team)], check=True, cwd=repository, capture_output=True)
 
     def run(name, *overrides):
         command = [
@@ -35,7 +33,7 @@ def train(tmp_path_factory, repository):
             "megatron_drmas.train",
             f"name={name}",
             f"output_dir={folder}",
-            f"variables.tiny_team={team}",
+            f"variables.tiny_team={tiny_team}",
         ]
         done = subprocess.run(
             [*command, *SMALL, *overrides], cwd=repository, capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": ""}

@@ -4,7 +4,8 @@
 #   bash tools/test.sh [--slow] [pytest arguments]     --slow adds the tests marked slow
 #   bash tools/test.sh --lint                          format, lint rules, types and shell scripts, and nothing else
 #
-# The format and the lint rules come before the tests; types are checked beside them when the whole suite runs.
+# The format and the lint rules come before the tests.  Where no file or folder of tests is named, the tests share the cores, at
+# most four; elsewhere, and with -n 0, they run one after the other.  Types are checked beside them when the whole suite runs.
 # As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
 # with the reason.
 set -euo pipefail
@@ -59,12 +60,16 @@ if ((${#missing[@]})); then
 fi
 
 arguments=()
+workers=$(($(nproc) < 4 ? $(nproc) : 4)) # a run of the tiny team takes up to 4 GiB of memory
 for argument in "$@"; do
   if [ "$argument" = --slow ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
+  case $argument in -n* | --numprocesses*) workers=0 ;; esac
+  [ ! -e "${argument%%::*}" ] || workers=0
 done
+((workers < 2)) || arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 # One thread a process: the tests start many, and two cores is the smallest machine they are meant for.
 export OMP_NUM_THREADS=1
-if ((${#arguments[@]} == 0)) || [ "$*" = --slow ]; then
+if (($# == 0)) || [ "$*" = --slow ]; then
   .venv/bin/mypy >.venv/types.log 2>&1 &
   types=$!
 fi

@@ -1,6 +1,5 @@
 """Processes that act as the ranks of a policy, kept over many tests; and batches to train on."""
 
-import multiprocessing
 import socket
 import time
 import traceback
@@ -13,6 +12,7 @@ import torch
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PrecisionConfig
+from tests.forked import forkserver
 
 TIMEOUT_S = 120.0
 
@@ -25,9 +25,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        # Forked from a server that has imported Megatron once: the processes start at once, and pytest's own stays clean.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_drmas.actor.policy_actor"])
+        context = forkserver()
         self.pipes, self.processes = [], []
         for _ in range(self.size):
             here, there = context.Pipe()

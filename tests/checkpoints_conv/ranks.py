@@ -1,10 +1,11 @@
 """Processes that act as Megatron ranks, kept over many tests and layouts."""
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forked import forkserver
 
 TIMEOUT_S = 180.0
 
@@ -31,9 +32,7 @@ class Ranks:
     """Up to `size` processes; each `run` initializes Megatron in one layout and does one job on every rank."""
 
     def __init__(self, size: int):
-        # Forked from a server that has imported Megatron once: the processes start at once, and pytest's own stays clean.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.checkpoints_conv.jobs"])
+        context = forkserver()
         self._pipes, self._processes = [], []
         for _ in range(size):
             here, there = context.Pipe()

@@ -143,7 +143,7 @@ def test_a_config_means_what_transformers_says_or_is_refused_by_a_key(family):
     outcomes = Counter()
 
     @given(config=configs(family))
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def check(config):
         try:
             spec = family_of(config).model_spec(config)
@@ -156,7 +156,7 @@ def test_a_config_means_what_transformers_says_or_is_refused_by_a_key(family):
             check_means_the_same(spec, config, family)
 
     check()
-    assert min(outcomes["converted"], outcomes["refused"]) > 30, outcomes
+    assert min(outcomes["converted"], outcomes["refused"]) > 20, outcomes
 
 
 def test_the_class_is_the_one_that_AutoConfig_takes():

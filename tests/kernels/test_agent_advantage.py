@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from megatron_drmas.kernels.agent_advantage import (
     normalize,
 )
 from megatron_drmas.kernels.segments import dense_index, expand_rows, segment_mean
+from tests.forked import run_on_ranks
 
 samples = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0, -1e6, 1e6]), st.integers(0, 3)), min_size=1, max_size=30)
 
@@ -52,7 +52,7 @@ def merging_rank(rank: int, size: int, folder: str) -> None:
 
 def test_sharded_ranks_give_the_gathered_answer(tmp_path):
     """Cell 6 has no sample anywhere."""
-    mp.spawn(merging_rank, (2, str(tmp_path)), nprocs=2)
+    run_on_ranks(merging_rank, 2, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     scores, cell = shard_problem()
     whole = cell_statistics(scores, cell, 7)

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs, token_logprobs
+from tests.forked import run_on_ranks
 
 N, HIDDEN, VOCAB, PADDED = 37, 16, 101, 128
 TEMPERATURES = [1.0, 0.6]
@@ -230,7 +230,7 @@ def tensor_parallel_rank(rank: int, size: int, folder: str) -> None:
 
 def test_tensor_parallel_equals_one_rank(tmp_path):
     """The second rank's slice is in part padding, or all of it, or all masked."""
-    mp.spawn(tensor_parallel_rank, (2, str(tmp_path)), nprocs=2)
+    run_on_ranks(tensor_parallel_rank, 2, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for case, (_, temperature, vocab) in enumerate(CASES):
         hidden, weight, targets, a, b = case_problem(vocab)

@@ -17,16 +17,8 @@ from tools.ablation.replica_report import Part, write_report
 from tools.ablation.tiny_lm import TinyLlama
 from tools.ablation.variants import VARIANTS
 from tools.ablation.warm_starts import warm_start
-from tools.tiny_team.__main__ import copy_team
 
 SETTINGS = Settings(warm_start=0, seed=0, questions=4, samples=8, updates=1, variant="agent", rate=5e-4, steps=4)
-
-
-@pytest.fixture(scope="module")
-def tiny_team(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny_team")
-    copy_team(folder, 0)
-    return folder
 
 
 @pytest.fixture(scope="module")
