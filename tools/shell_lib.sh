@@ -11,9 +11,13 @@ STOP_GRACE_S=${STOP_GRACE_S:-60} # what a command may take to end after a signal
 # STOP_GRACE_S it is killed.  Whatever it leaves behind, daemons included (found by a mark in their environment), is ended.
 # RECEIVED is the last of these signals, or empty.
 run_group() {
-  local mark="DRMAS_GROUP_$$_$RANDOM" leader signal watchdog='' status=0 last interrupted
+  local mark="DRMAS_GROUP_$$_$RANDOM" leader signal early='' watchdog='' status=0 last interrupted
   # shellcheck disable=SC2034  # callers read it
   RECEIVED=
+  for signal in INT TERM HUP USR1; do
+    # shellcheck disable=SC2064
+    trap "early=$signal" $signal # there is no command yet to pass it on to
+  done
   # a shell starts background commands deaf to INT, and they could not change that themselves
   env --default-signal=INT,QUIT "$mark=1" setsid setpriv --pdeathsig TERM "$@" &
   leader=$!
@@ -25,6 +29,7 @@ run_group() {
     done
     trap "RECEIVED=USR1 interrupted=yes; kill -s USR1 $leader 2>/dev/null" USR1
   }
+  [ -z "$early" ] || kill -s "$early" "$BASHPID"
   while
     interrupted=no last=$status status=0
     wait "$leader" || status=$?
