@@ -66,7 +66,17 @@ def main() -> None:
         f"peak beyond inputs and gradients {extra / 2**20:.0f} MiB; "
         f"all logits would be {args.tokens * args.vocab * 4 / 2**20:.0f} MiB"
     )
-    print(json.dumps({"name": "token_logprob_peak_memory", "ratio": round(ratio, 3), "target": TARGET, "ok": ratio < TARGET}))
+    print(
+        json.dumps(
+            {
+                "name": "token_logprob_peak_memory",
+                "ratio": round(ratio, 3),
+                "target": TARGET,
+                "ok": ratio < TARGET,
+                "at_most": True,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

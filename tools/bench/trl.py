@@ -83,7 +83,7 @@ class TrlTrainer:
         environment |= {"OMP_NUM_THREADS": str(settings["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         with open(log, "w") as output:
             self._process = subprocess.Popen(
-                [python, Path(__file__).with_name("trl_trainer.py")],
+                [python, "-P", Path(__file__).with_name("trl_trainer.py")],  # -P: `trl` is the library, not the file beside it
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
