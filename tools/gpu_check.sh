@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
-  advantage) exec .venv/bin/python tools/bench/advantage_gpu.py ;;
+  advantage) exec .venv/bin/python -m tools.bench.advantage_gpu ;;
   *)
     sed -n '2,4p' "${BASH_SOURCE[0]}" >&2
     exit 2

@@ -3,10 +3,9 @@
 Compares `compute_advantages` (Dr. MAS: agent mean, agent std) with the row loop that trainers ship (one dictionary
 entry per group, tensors indexed row by row) and with the time to write the output once.
 
-    python tools/bench/advantage.py [--rows 1000000] [--tokens 64] [--threads 1]
+    python -m tools.bench.advantage [--rows 1000000] [--tokens 64] [--threads 1]
 """
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -18,6 +17,8 @@ import torch
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.config.algorithm import AlgorithmConfig
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 
 AGENTS, SAMPLES, TURNS = 3, 5, 4
 
@@ -77,10 +78,10 @@ def best_seconds(functions: dict[str, Callable[[], object]], repeat: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = BenchParser(__doc__)
+    parser.add_argument("--rows", type=count(4), default=1_000_000)
+    parser.add_argument("--tokens", type=count(1), default=64)
+    parser.add_argument("--threads", type=count(1), default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     batch, config = make_batch(args.rows, args.tokens), AlgorithmConfig()

@@ -6,7 +6,6 @@ over its median time; and the same for a copy of as many bytes within the device
     bash tools/gpu_check.sh advantage
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,6 +15,7 @@ from functools import partial
 import torch
 
 from megatron_drmas.kernels.agent_advantage import agent_advantages
+from tools.bench.command import BenchParser
 
 TARGET = 0.8
 SHAPES = {"a million rows of 64 tokens": (1_000_000, 20, 64), "640 rows of 800 tokens": (640, 5, 800), "ragged": (200_000, 20, 0)}
@@ -48,7 +48,7 @@ def median_seconds(function: Callable[[], object], repeat: int = 50) -> float:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    BenchParser(__doc__).parse_args()
     if not torch.cuda.is_available():
         sys.exit("advantage_gpu: needs an NVIDIA GPU that torch can use")
     print(torch.cuda.get_device_name())

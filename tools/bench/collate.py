@@ -1,25 +1,22 @@
 """Speed of `collate`: trajectories to columns, against a loop over their tokens, and against copying the ids once.
 
-    python tools/bench/collate.py [--trajectories 640] [--tokens 900] [--repeats 7]
+    python -m tools.bench.collate [--trajectories 640] [--tokens 900] [--repeats 7]
 
 Best of each by turns; the last line is JSON.
 """
 
-import argparse
 import json
-import sys
 import time
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from megatron_drmas.data.questions import Question
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.team.trajectory import Trajectory, Turn
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 
 TURNS = 8
 TARGET = 0.5  # of the rate at which numpy reads the same lists
@@ -66,13 +63,11 @@ def read_once(batch: list[Trajectory]) -> np.ndarray:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--trajectories", type=int, default=640, help="(default: 640, the paper's 128 x 5)")
-    parser.add_argument("--tokens", type=int, default=900, help="of a prompt (default: 900)")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = BenchParser(__doc__)
+    parser.add_argument("--trajectories", type=count(1), default=640, help="(default: 640, the paper's 128 x 5)")
+    parser.add_argument("--tokens", type=count(8), default=900, help="of a prompt (default: 900)")
+    parser.add_argument("--repeats", type=count(1), default=7)
     args = parser.parse_args()
-    if min(args.trajectories, args.repeats) < 1 or args.tokens < 8:
-        parser.error("--trajectories and --repeats take at least 1, --tokens at least 8")
     batch = trajectories(args.trajectories, args.tokens)
     work = {
         "collate": lambda: collate(batch, ("a",), ("p",), {"a"}),

@@ -9,7 +9,6 @@ once (`ratio_at_once`, the bound for a team that never waits).  All take turns, 
 The last line is JSON.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -22,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_drmas.cluster.machine import fit_to_machine
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.rollout.client import PolicyClient
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.validate import validate
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 from tools.bench.rollout_throughput import ENVIRONMENT, child, vllm_alone
 
 TARGET = 0.5  # of vLLM alone
@@ -118,8 +120,8 @@ def record(client: PolicyClient) -> list[Request]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = BenchParser(__doc__)
+    parser.add_argument("--rounds", type=count(1), default=5)
     parser.add_argument("overrides", nargs="*", help="of configs/search_hetero.yaml")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -127,8 +129,13 @@ def main() -> None:
         from tools.tiny_team.__main__ import copy_team
 
         copy_team(Path(folder, "team"), seed=0)
-        config = compose_config("search_hetero", [f"variables.tiny_team={folder}/team", f"output_dir={folder}", *args.overrides])
-        validate(config)
+        try:
+            config = compose_config(
+                "search_hetero", [f"variables.tiny_team={folder}/team", f"output_dir={folder}", *args.overrides]
+            )
+            validate(config)
+        except ConfigError as error:
+            parser.error(str(error))
         config, _ = fit_to_machine(config)
         os.environ["OMP_NUM_THREADS"] = str(config.cluster.engine_threads)
         ok = asyncio.run(measure(config, args.rounds))

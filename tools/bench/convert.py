@@ -1,6 +1,6 @@
 """Rate and memory of checkpoint conversion, both ways, against `cp` of the same bytes in the same run.
 
-    python tools/bench/convert.py --work DIR [--shape qwen2.5-7b] [--repeats 2]
+    python -m tools.bench.convert --work DIR [--shape qwen2.5-7b] [--repeats 2]
 
 Both are run by turns, each time after all that was written before has reached the disk, and the best of each counts.  A
 checkpoint of less than 5 GB mostly measures how long it takes to import torch.  DIR needs room for three copies
@@ -9,7 +9,6 @@ the two directions' rates over cp's (target: 0.5), `peak_anonymous_gib` the conv
 says whether every tensor came back bit for bit.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,6 +21,9 @@ from pathlib import Path
 import torch
 
 from checkpoints_conv.formats.hf_folder import HfFolder
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
+from tools.make_random_checkpoint import shapes
 
 TOOLS = Path(__file__).resolve().parents[1]
 TARGET_RATIO, TARGET_GIB = 0.5, 4.0
@@ -76,12 +78,15 @@ def same_tensors(a: Path, b: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-7b")
+    parser = BenchParser(__doc__)
+    parser.add_argument("--shape", choices=shapes(), default="qwen2.5-7b")
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints; they are removed at the end")
-    parser.add_argument("--repeats", type=int, choices=range(1, 11), metavar="N", default=2)
+    parser.add_argument("--repeats", type=count(1), default=2)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    try:
+        args.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--work {args.work}: {error.strerror}")
     hf, megatron, back, copy = (args.work / name for name in ("hf", "megatron", "back", "copy"))
     there = [str(folder) for folder in (hf, megatron, back, copy) if folder.exists()]
     if there:

@@ -1,13 +1,12 @@
 """Queries per second of the retrieval server on one core, over a corpus of short generated passages, against bm25s itself.
 
-    python tools/bench/retrieval.py [--passages 4000] [--batch 64] [--batches 100]
+    python -m tools.bench.retrieval [--passages 4000] [--batch 64] [--batches 100]
 
 bm25s answers the same queries from a list of words in the same batches, on the same core, in this process: what the
 server does besides is HTTP, JSON, and reading the passages from disk.  The last line is JSON: `ratio` is the server's
 rate over bm25s' (target: 0.5).
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -24,6 +23,8 @@ from urllib.parse import urlparse
 import bm25s
 
 from megatron_drmas.environments.bm25_index import split_words
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 
 SYLLABLES = ("ba", "do", "ki", "lu", "mer", "tan", "vor", "zel", "qui", "nash")
 
@@ -32,13 +33,11 @@ TOPK, TARGET_RATIO, ROUNDS = 3, 0.5, 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=64, help="queries in one request")
-    parser.add_argument("--batches", type=int, default=100)
+    parser = BenchParser(__doc__)
+    parser.add_argument("--passages", type=count(3), default=4000)
+    parser.add_argument("--batch", type=count(1), default=64, help="queries in one request")
+    parser.add_argument("--batches", type=count(1), default=100)
     args = parser.parse_args()
-    if min(args.passages // 3, args.batch, args.batches) < 1:
-        parser.error("--passages must be at least 3, --batch and --batches at least 1")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of the server too, which inherits it
     rng = random.Random(0)
     names = ["".join(rng.choices(SYLLABLES, k=4)) for _ in range(args.passages // 3)]

@@ -1,12 +1,11 @@
 """Tokens per second of an engine behind submit and poll, against vLLM alone on the same requests.
 
-    python tools/bench/rollout_throughput.py [--model FOLDER] [--requests 600] [--rounds 5]
+    python -m tools.bench.rollout_throughput [--model FOLDER] [--requests 600] [--rounds 5]
 
 Both hold the same model with the same settings, one process each, and take turns, so that a busy machine is busy for
 both.  Prints start-up seconds, memory and the seconds of a weight update as well; the last line is JSON.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -22,6 +21,8 @@ from multiprocessing.connection import Connection
 from megatron_drmas.config.schema import EngineConfig
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 
 END = 2  # ends a response of the random model
 TARGET = 0.5  # of vLLM alone
@@ -152,12 +153,14 @@ def child(connection: Connection, build: Callable, settings: EngineSettings) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--model", help="Hugging Face folder; default: a random Llama of the tiny team's size")
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--requests", type=count(1), default=600)
+    parser.add_argument("--rounds", type=count(1), default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
+    if args.model and not os.path.isfile(os.path.join(args.model, "config.json")):
+        parser.error(f"--model {args.model}: has no config.json; give a Hugging Face folder")
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or make_model(folder)

@@ -3,10 +3,9 @@
 Measures the peak resident memory of `linear_token_logprobs` beyond its inputs, outputs and gradients, against one chunk
 of logits.  Linux only: the peak is the kernel's own high-water mark.
 
-    python tools/bench/token_logprob.py [--tokens 2048] [--chunk 512] [--hidden 256] [--vocab 152064]
+    python -m tools.bench.token_logprob [--tokens 2048] [--chunk 512] [--hidden 256] [--vocab 152064]
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -14,6 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 
 TARGET = 1.3
 
@@ -31,11 +32,11 @@ def reset_peak() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=152_064)
+    parser = BenchParser(__doc__)
+    parser.add_argument("--tokens", type=count(1), default=2048)
+    parser.add_argument("--chunk", type=count(1), default=512)
+    parser.add_argument("--hidden", type=count(1), default=256)
+    parser.add_argument("--vocab", type=count(1), default=152_064)
     args = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,6 @@ micro-batches of the same size, computes the log-probs of the responses, and mak
 against a matmul of this machine.  The last line is JSON; `ratio` is against the loop.
 """
 
-import argparse
 import json
 import socket
 import statistics
@@ -18,16 +17,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_drmas.actor.policy_actor import PolicyActor
-from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch, gather_segments, offsets_of
 from megatron_drmas.config.schema import PolicyConfig
 from tools.ablation.command import count
+from tools.bench.command import BenchParser
+
+if TYPE_CHECKING:  # Megatron takes seconds, and warns
+    from megatron_drmas.actor.policy_actor import PolicyActor
 
 TARGET = 2.0
 
@@ -52,7 +54,7 @@ def recorded_rows(path: Path, policy: str) -> list[Row]:
     trajectories = map(json.loads, path.read_text().splitlines())
     turns = [turn for trajectory in trajectories for turn in trajectory["turns"] if turn["policy"] == policy and turn["trained"]]
     if not turns or turns[0]["prompt_ids"] is None:
-        raise ValueError(f"{path}: no token ids of turns that {policy} learned from; run with logging.token_ids=true")
+        raise ValueError(f"no token ids of turns that {policy} learned from")
     return [(turn["prompt_ids"], turn["response_ids"]) for turn in turns]
 
 
@@ -80,8 +82,10 @@ def make_batch(rows: list[Row]) -> TurnBatch:
     )
 
 
-def start_actor(model: str, tokens: int) -> PolicyActor:
+def start_actor(model: str, tokens: int) -> "PolicyActor":
     """A single rank that neither recomputes nor, at first, shares."""
+    from megatron_drmas.actor.policy_actor import PolicyActor
+    from megatron_drmas.actor.settings import ActorSettings
     from megatron_drmas.devices import DEVICES
 
     DEVICES["cpu"].activate(0)
@@ -148,7 +152,7 @@ def matmul_rate() -> float:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = BenchParser(__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     for name, value in (("questions", 8), ("samples", 4), ("prompt", 150), ("response", 64), ("rounds", 3), ("tokens", 4096)):
         parser.add_argument(f"--{name}", type=count(1), default=value, help=f"(default: {value})")
@@ -163,8 +167,8 @@ def main() -> None:
     if args.trajectories:
         try:
             rows = recorded_rows(args.trajectories, args.policy)
-        except (OSError, ValueError) as error:
-            parser.error(f"--trajectories: {error}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--trajectories {args.trajectories}: {error!r}; give a step of a run with logging.token_ids=true")
     else:
         vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         rows = random_rows(vocabulary, args.questions, args.samples, args.prompt, args.response)
