@@ -20,6 +20,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,11 @@ def _become(request: dict[str, Any]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def serve(path: str, modules: list[str]) -> None:
-    """Import, then be a server, and in its forks their workers.
+def preload(modules: list[str]) -> None:
+    """Import.
 
     Raises:
-        RuntimeError: the imports have started threads.
+        RuntimeError: it has started threads.
     """
     # Ray reads its worker's variables when it is imported, so that each worker must do it; what asks for it here (vLLM, for an
     # executor that engines do not use) is told that it is not there.
@@ -164,6 +165,15 @@ def serve(path: str, modules: list[str]) -> None:
         raise RuntimeError(f"{threads} threads after importing {', '.join(modules)}: this process cannot be forked")
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, what it shares
+
+
+def serve(path: str, modules: list[str]) -> None:
+    """Import, then be a server, and in its forks their workers."""
+    try:
+        preload(modules)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # threads that the imports have started are not waited for
     request = Server(Path(path)).run()
     if request is not None:
         return _become(request)
