@@ -16,9 +16,9 @@ from types import TracebackType
 from megatron_drmas.cluster import forking
 
 # What an object of the role imports.
-PRELOADED = {
+PRELOADED: dict[str, tuple[str, ...]] = {
     "actor": ("megatron_drmas.actor.policy_actor", "megatron_drmas.weight_sync.transport"),
-    "engine": ("megatron_drmas.rollout.llm_core"),
+    "engine": ("megatron_drmas.rollout.llm_core",),
 }
 POLL_S = 0.02
 ENDING_TIMEOUT_S = 5.0
