@@ -14,10 +14,11 @@ import ray
 import megatron_drmas.environments
 import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.cluster.fork_server import ForkServer
 from megatron_drmas.cluster.placement import place, resolve_device
-from megatron_drmas.cluster.policy_runtime import PolicyRuntime
+from megatron_drmas.cluster.policy_runtime import PolicyRuntime, process_environment
 from megatron_drmas.cluster.process import ProcessFailure
-from megatron_drmas.cluster.ray_start import RaySession
+from megatron_drmas.cluster.ray_start import RaySession, make_folder, named_cluster
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
@@ -72,6 +73,7 @@ class Cluster:
         self._restarted = restarted
         self._actors = actors
         self._stack = contextlib.AsyncExitStack()
+        self._servers: dict[str, ForkServer] = {}  # by role
 
     async def __aenter__(self) -> "Cluster":
         try:
@@ -97,8 +99,14 @@ class Cluster:
         if not begun:  # what it relies on is there already, or is missed before anything else has started
             await self._enter(environment)
         with self._phase("start Ray"):
-            processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
-            session = RaySession(processes, config.cluster.start_timeout_s, logs)
+            slots = {"engine": sum(map(len, placement.engines.values()))}
+            if self._actors:
+                slots["actor"] = sum(map(len, placement.actors.values()))
+            forks = DEVICES[device].forks and named_cluster() is None
+            for role in slots if forks else ():  # they import while Ray starts
+                server = ForkServer(role, make_folder(), process_environment(role, config, device), logs / f"{role}_imports.log")
+                self._servers[role] = await self._stack.enter_async_context(server)
+            session = RaySession(sum(slots.values()), config.cluster.start_timeout_s, logs, prestart=not forks)
             self._stack.callback(session.stop)
             await session.start()
             bundles = await _reserve(config, device)
@@ -113,6 +121,7 @@ class Cluster:
                 placement.engines[name],
                 bundles,
                 logs,
+                self._py_executable,
             )
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
@@ -124,6 +133,28 @@ class Cluster:
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
             clients[name] = await self._stack.enter_async_context(client)
         self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
+
+    async def _py_executable(self, role: str) -> str | None:
+        """What Ray starts the processes of a role with; None: this Python.
+
+        Raises:
+            ProcessFailure: not known in time.
+        """
+        server = self._servers.get(role)
+        if server is None:
+            return None
+        timeout_s = self.config.cluster.start_timeout_s
+        try:
+            found = await server.py_executable(timeout_s)
+        except TimeoutError as error:
+            raise ProcessFailure(
+                f"{role}s: importing their libraries did not end in {timeout_s:g} s (cluster.start_timeout_s); log: {server.log}"
+            ) from error
+        if found is None:
+            self._note(
+                f"warning: {role}s import their libraries one by one, since doing it once for all failed; log: {server.log}"
+            )
+        return found
 
     async def _enter(self, environment: Environment) -> None:
         await self._stack.enter_async_context(environment)

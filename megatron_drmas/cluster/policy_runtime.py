@@ -15,8 +15,8 @@ from megatron_drmas.cluster.placement import Slot
 from megatron_drmas.cluster.process import RemoteProcess
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.plugins import plugin_environment
-from megatron_drmas.config.schema import PrecisionConfig, RunConfig
-from megatron_drmas.devices import DEVICES, Device
+from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
 from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
@@ -37,6 +37,7 @@ class PolicyRuntime:
         engines: a slot per engine.
         bundles: placement group with a bundle per node; None on CPUs.
         logs: folder of the processes' log files.
+        py_executable: what Ray is to start the processes of a role with, as soon as that can be said.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PolicyRuntime:
         engines: list[Slot],
         bundles: Any | None,
         logs: Path,
+        py_executable: Callable[[str], Awaitable[str | None]],
     ):
         self.name = name
         self._config = config
@@ -56,6 +58,7 @@ class PolicyRuntime:
         self._stop_ids = stop_ids
         self._device = device
         self._step_timeout_s = config.cluster.step_timeout_s
+        self._py_executable = py_executable
         nodes = {slot.node for slot in actors + engines}
         shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
         self._transport = choose_transport(
@@ -64,21 +67,18 @@ class PolicyRuntime:
         self._takes_turns = shared and DEVICES[device].sleeps
         self._asleep = False
 
-        def process(kind: type, role: str, index: int, slot: Slot, threads: int) -> RemoteProcess:
+        def process(kind: type, role: str, index: int, slot: Slot) -> RemoteProcess:
             return RemoteProcess(
                 kind,
                 f"{role} {index} of policy {name!r}",
                 logs / f"{name}_{role}_{index}.log",
-                _environment(role, DEVICES[device], slot, threads, config.precision) | plugin_environment(config.plugins),
+                process_environment(role, config, device, slot.devices) | plugin_environment(config.plugins),
                 asynchronous=role == "engine",
                 bundle=None if bundles is None else (bundles, slot.node),
             )
 
-        threads = config.cluster.actor_threads or 1, config.cluster.engine_threads or 1  # `fit_to_machine` gives more
-        self._actors: list[RemoteProcess[ActorProcess]] = [
-            process(ActorProcess, "actor", *each, threads[0]) for each in enumerate(actors)
-        ]
-        self._engines: list[RemoteProcess[Engine]] = [process(Engine, "engine", *each, threads[1]) for each in enumerate(engines)]
+        self._actors: list[RemoteProcess[ActorProcess]] = [process(ActorProcess, "actor", *each) for each in enumerate(actors)]
+        self._engines: list[RemoteProcess[Engine]] = [process(Engine, "engine", *each) for each in enumerate(engines)]
 
     @property
     def has_actor(self) -> bool:
@@ -86,7 +86,7 @@ class PolicyRuntime:
 
     async def start(self) -> None:
         """Bring up every process; the actor with the model folder's weights."""
-        await together([*(self._start_engine(engine) for engine in self._engines), self._start_actor()])
+        await together([self._start_engines(), self._start_actor()])
         if self._transport.joins and self._actors:
             timeout_s = self._config.cluster.start_timeout_s
             address = await self._actors[0].address(timeout_s)
@@ -98,7 +98,8 @@ class PolicyRuntime:
                 ]
             )
 
-    async def _start_engine(self, engine: RemoteProcess[Engine]) -> None:
+    async def _start_engines(self) -> None:
+        await self._launch("engine", self._engines)
         settings = EngineSettings(
             name=self.name,
             model=self._policy.model,
@@ -113,12 +114,13 @@ class PolicyRuntime:
             sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s
-        await engine.build(timeout_s, settings)
-        await engine.call(timeout_s, Engine.start)
+        await together(engine.build(timeout_s, settings) for engine in self._engines)
+        await together(engine.call(timeout_s, Engine.start) for engine in self._engines)
 
     async def _start_actor(self) -> None:
         if not self._actors:
             return
+        await self._launch("actor", self._actors)
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         settings = ActorSettings(
             name=self.name,
@@ -139,6 +141,11 @@ class PolicyRuntime:
             (actor.build(timeout_s, settings, rank, len(self._actors), host, port) for rank, actor in enumerate(self._actors))
         )
         await self._on_all_ranks(timeout_s, ActorProcess.initialize, self._policy.model)
+
+    async def _launch(self, role: str, processes: list) -> None:
+        py_executable = await self._py_executable(role)
+        for process in processes:
+            process.launch(py_executable)
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
         """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`.
@@ -221,20 +228,29 @@ class EngineProxy:
         return self._process.call(timeout_s + SUBMIT_TIMEOUT_S, Engine.poll, timeout_s)
 
 
-def _environment(kind: str, device: Device, slot: Slot, threads: int, precision: PrecisionConfig) -> dict[str, str]:
-    """Variables of a process that must be set before torch, Megatron or vLLM are imported."""
+def process_environment(role: str, config: RunConfig, device_name: str, devices: tuple[int, ...] = ()) -> dict[str, str]:
+    """Variables of a process that must be set before torch, Megatron or vLLM are imported.
+
+    Args:
+        role: actor | engine.
+        config: the run.
+        device_name: cpu | cuda.
+        devices: that the process may use, counted from 0 among those that its machine lets it see.
+    """
+    device, cluster = DEVICES[device_name], config.cluster
+    threads = (cluster.actor_threads if role == "actor" else cluster.engine_threads) or 1  # `fit_to_machine` gives more
     variables = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
-        **device.environment(slot.devices, threads),
+        **device.environment(devices, threads),
     }
     if not os.environ.get("RAY_ADDRESS"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if kind == "engine":
+    if role == "engine":
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         variables |= device.engine_environment(threads)
-    if kind == "actor":
-        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(precision)}
+    if role == "actor":
+        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(config.precision)}
     return variables

@@ -20,7 +20,7 @@ class ProcessFailure(RuntimeError):
 
 
 class RemoteProcess(Generic[T]):
-    """An object of class T in a process of its own, somewhere in the Ray cluster.
+    """An object of class T in a process of its own, somewhere in the Ray cluster, once it has been launched.
 
     Args:
         kind: T, from a module that can be imported before the process's variables are set.
@@ -50,8 +50,19 @@ class RemoteProcess(Generic[T]):
             options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 placement_group=bundle[0], placement_group_bundle_index=bundle[1]
             )
-        worker = ray.remote(AsyncWorker if asynchronous else Worker)
-        self._handle: Any = worker.options(**options).remote(str(log.resolve()), environment)
+        self._worker, self._options = ray.remote(AsyncWorker if asynchronous else Worker), options
+        self._arguments = str(log.resolve()), environment
+        self._handle: Any = None
+
+    def launch(self, py_executable: str | None = None) -> None:
+        """Have Ray start the process; at once, before any call.
+
+        Args:
+            py_executable: what Ray starts it with; None: this Python.
+        """
+        if py_executable:
+            self._options["runtime_env"] = {"py_executable": py_executable}
+        self._handle = self._worker.options(**self._options).remote(*self._arguments)
 
     async def address(self, timeout_s: float) -> tuple[str, int]:
         """An address and a free port on the process's machine."""
@@ -81,7 +92,8 @@ class RemoteProcess(Generic[T]):
 
     def kill(self) -> None:
         """End the process at once."""
-        ray.kill(self._handle)
+        if self._handle is not None:
+            ray.kill(self._handle)
 
     async def _wait(self, method: str, ref: ray.ObjectRef, timeout_s: float) -> Any:
         try:

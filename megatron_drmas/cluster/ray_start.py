@@ -135,15 +135,17 @@ class RaySession:
     """Started once, and stopped; nothing of a cluster of its own is left behind.
 
     Args:
-        processes: how many workers a cluster of its own keeps ready.
+        processes: how many workers a cluster of its own starts at a time.
         timeout_s: for the start as a whole.
         logs: where the logs of a start that failed are kept.
+        prestart: start the workers before they are asked for; those that are asked for with a `py_executable` are others.
     """
 
-    def __init__(self, processes: int, timeout_s: float, logs: Path):
+    def __init__(self, processes: int, timeout_s: float, logs: Path, prestart: bool = True):
         self._processes = processes
         self._timeout_s = timeout_s
         self._logs = logs
+        self._prestart = prestart
         self._folder: Path | None = None
         self._error: BaseException | None = None
         self._tried, self._over = threading.Event(), threading.Event()
@@ -172,6 +174,7 @@ class RaySession:
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(self._folder),
+                "_system_config": {"prestart_worker_first_driver": self._prestart},
             }
         in_main_thread = threading.current_thread() is threading.main_thread()
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and in_main_thread:

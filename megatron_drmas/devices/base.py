@@ -15,6 +15,7 @@ class Device(ABC):
         accelerated: Transformer Engine's layers and Megatron's fused kernels run on it.
         placed: processes are given devices of their own, which `cluster.placement` counts.
         sleeps: engines can give their memory back while actors train.
+        forks: processes may be forked from one that has imported their libraries.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Device(ABC):
     accelerated: bool
     placed: bool
     sleeps: bool
+    forks: bool
 
     @abstractmethod
     def activate(self, rank: int) -> None:

@@ -17,6 +17,7 @@ class Cpu(Device):
     accelerated = False
     placed = False
     sleeps = False
+    forks = True
 
     def activate(self, rank: int) -> None:
         from checkpoints_conv.megatron import cpu

@@ -14,6 +14,7 @@ class Cuda(Device):
     accelerated = True
     placed = True
     sleeps = True
+    forks = False
 
     def activate(self, rank: int) -> None:
         import torch
