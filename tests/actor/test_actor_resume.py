@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.actor.ranks import make_batch, make_settings, make_tree_batch
+from tests.actor.ranks import make_batch, make_settings, make_tree_batch, save
 
 KEYS = ("loss", "grad_norm", "entropy", "lr")
 
@@ -30,7 +30,7 @@ def states_of(actor):
 
 def train_save_train(actor, folder, before, after):
     train(actor, before)
-    actor.save(folder)
+    save(actor, folder)
     return train(actor, after), weights_of(actor), states_of(actor)
 
 
@@ -73,9 +73,9 @@ def test_a_checkpoint_before_the_first_step_is_complete(ranks, models, tmp_path)
 
 
 def save_twice_and_name(actor, folder):
-    actor.save(folder)
+    save(actor, folder)
     train(actor, [0])
-    actor.save(folder)
+    save(actor, folder)
 
 
 def test_saving_over_a_checkpoint_replaces_it(ranks, models, tmp_path):
