@@ -25,6 +25,7 @@ from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.observability.records import CHECKPOINT
 from megatron_drmas.observability.run_log import RunLog
+from megatron_drmas.run_lock import RunLockLost
 
 # What may change when a run continues from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
 # where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
@@ -334,8 +335,8 @@ class Saver:
                 await self.save()
             if error is None or isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
                 await self.settle()
-            elif isinstance(error, Exception) and self._writing is not None:  # the actors may live or not
-                await asyncio.wait((self._writing,), timeout=LAST_WRITE_S)
+            elif isinstance(error, Exception) and not isinstance(error, RunLockLost) and self._writing is not None:
+                await asyncio.wait((self._writing,), timeout=LAST_WRITE_S)  # unless its actor is what failed
         finally:
             if self._writing is not None:
                 self._writing.cancel()
