@@ -6,21 +6,26 @@ checkpoints/passed_over_step_000020/   one that was newer than the healthy one f
 checkpoints/stopped_unhealthy          there when the run stopped itself for its health: it continues from the newest healthy one
 """
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
+from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.observability.records import CHECKPOINT
 from megatron_drmas.observability.run_log import RunLog
+from megatron_drmas.run_lock import RunLockLost
 
 # What may change when a run continues from a checkpoint: when it ends, how it learns from there on, what it shows and keeps, and
 # where and how fast it works.  Everything else (data, team, environment, algorithm, sampling, precision, seed) makes the run
@@ -59,6 +64,7 @@ OF_A_POLICY = (
     "optimizer.weight_decay",
     "optimizer.grad_clip",
 )
+LAST_WRITE_S = 60.0  # that a checkpoint in the making has left when a run fails
 NO_SETTING = ("resume", "plugins", "variables.")  # of no effect on a run but through other keys
 
 # key -> (value of the run that saved, value now)
@@ -82,9 +88,9 @@ class Checkpoints:
         return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
 
     def discard_partial(self) -> None:
-        """Remove what a save that did not come to its end has left."""
-        for partial in self._folder.glob(".partial_*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        """Remove what a save that did not come to its end has left, and what was about to be removed."""
+        for left in (*self._folder.glob(".partial_*"), *self._folder.glob(".replaced_*")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def resumable(self) -> list[Path]:
         """Complete checkpoints from which the run may continue, oldest first: not those newer than the newest healthy one, if
@@ -117,29 +123,43 @@ class Checkpoints:
     def _stopped(self) -> Path:
         return self._folder / "stopped_unhealthy"
 
-    async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint beside the others and then rename it into place; older ones beyond `keep` go, but never the
-        newest healthy one.
+    def begin(self, step: int) -> Path:
+        """An empty folder for the policies after `step` steps, which `commit` makes a checkpoint."""
+        partial = self._partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, step: int, state: dict[str, Any]) -> None:
+        """Rename the folder that `begin` gave, in which the policies stand, into its place.
 
         Args:
             step: training steps done.
             state: what the driver remembers, as JSON; `healthy` says whether the steps since the checkpoint before were.
-            write: writes the policies into a folder.
         """
-        final = self._folder / f"step_{step:06d}"
-        partial = self._folder / f".partial_{final.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        await write(partial)
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}))
-        shutil.rmtree(final, ignore_errors=True)
+        partial, final = self._partial(step), self._folder / f"step_{step:06d}"
+        write_atomically(partial / "state.json", json.dumps({"step": step, **state}))
+        if final.exists():
+            os.replace(final, self._aside(final))
         os.replace(partial, final)
+
+    def rotate(self) -> None:
+        """Remove those beyond `keep`, but never the newest healthy one."""
         found = self.complete()
         healthy = self._newest_healthy(found)
         for old in found[: -self._keep]:
             if old != healthy:
-                shutil.rmtree(old)
-        return final
+                os.replace(old, self._aside(old))  # one that is half removed does not look complete
+        for old in self._folder.glob(".replaced_*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".partial_step_{step:06d}"
+
+    def _aside(self, old: Path) -> Path:
+        aside = old.with_name(f".replaced_{old.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        return aside
 
     @staticmethod
     def _newest_healthy(found: list[Path]) -> Path | None:
@@ -190,37 +210,58 @@ def changed(old: dict[str, Any], new: dict[str, Any]) -> Changes:
     return {key: (theirs.get(key), ours.get(key)) for key in keys if not key.startswith(NO_SETTING)}
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are there."""
+
+
+class PolicyWriter(Protocol):
+    """Who writes the policies: the `Cluster`."""
+
+    async def begin_save(self, folder: Path) -> None:
+        """Copy every policy, and begin to write the copies to folder/<policy>."""
+
+    async def finish_save(self) -> None:
+        """Wait until they are written."""
+
+
 class Saver:
     """Knows the last step that the actors have trained on from start to end, and saves the run as it was after it.
+
+    A save waits for the copy alone: the files are written while the next step runs, and are a checkpoint, under its name, as
+    soon as the last of them is written.  One is written at a time.
 
     An asynchronous context manager around the run: one that stops between two updates, for its health or because a service
     failed, loses no step that it has done.
 
     Args:
         checkpoints: of the run.
-        write: writes the policies into a folder.
+        policies: write their part.
         log: of the run.
         sampler: of the training questions.
         config: of the run, as plain data.
         step: steps that are saved already.
+        confirm: raises where the folder is no longer this run's; asked before anything in it is renamed.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
-        write: Callable[[Path], Awaitable[None]],
+        policies: PolicyWriter,
         log: RunLog,
         sampler: QuestionSampler,
         config: dict[str, Any],
         step: int,
+        confirm: Callable[[], None],
     ):
         self._checkpoints = checkpoints
-        self._write = write
+        self._policies = policies
         self._log = log
         self._sampler = sampler
         self._config = config
-        self._saved = step
+        self._begun = step
+        self._confirm = confirm
         self._done: int | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     def updating(self) -> None:
         """The actors begin to change."""
@@ -231,24 +272,77 @@ class Saver:
         self._done, self._cursor = step, self._sampler.state_dict()
 
     async def save(self) -> None:
-        """Write a checkpoint of the last whole step, unless there is one."""
-        if self._done == self._saved:
+        """Begin a checkpoint of the last whole step, unless there is one; waits for the one before, and for the copy.
+
+        Raises:
+            CheckpointError: one of them could not be written.
+            RunLockLost: the folder is another run's.
+        """
+        if self._done == self._begun:
             return
-        state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._saved), "config": self._config}
         assert self._done is not None, "the actors are in the middle of an update"
-        with self._log.phase(CHECKPOINT):
-            await self._checkpoints.save(self._done, state, self._write)
-        self._saved = self._done
+        await self.settle()
+        step = self._done
+        state = {"sampler": self._cursor, "healthy": self._log.healthy(since=self._begun), "config": self._config}
+        with self._log.phase(CHECKPOINT), self._named(step):
+            self._confirm()
+            await self._policies.begin_save(self._checkpoints.begin(step))
+        self._begun = step
+        self._writing = asyncio.ensure_future(self._finish(step, state))
+
+    async def settle(self) -> None:
+        """Wait until the checkpoint that has begun, if any, is complete.
+
+        Raises:
+            As `check`.
+        """
+        if self._writing is not None:
+            with self._log.phase(CHECKPOINT):
+                await asyncio.wait((self._writing,))
+        self.check()
+
+    def check(self) -> None:
+        """Nothing, as long as the checkpoint that has begun is being written or complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+            RunLockLost: the folder is another run's.
+        """
+        if self._writing is not None and self._writing.done():
+            written, self._writing = self._writing, None
+            written.result()
+
+    async def _finish(self, step: int, state: dict[str, Any]) -> None:
+        with self._log.background(CHECKPOINT), self._named(step):
+            await self._policies.finish_save()
+            self._confirm()
+            self._checkpoints.commit(step, state)
+            await asyncio.to_thread(self._checkpoints.rotate)
+
+    @contextlib.contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ProcessFailure) as error:
+            raise CheckpointError(f"the checkpoint after step {step} could not be written: {error}") from error
 
     async def __aenter__(self) -> "Saver":
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
-            return
-        if self._done is not None:
-            await self.save()
+        try:
+            if isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)) and self._done is not None:
+                await self.save()
+            if error is None or isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
+                await self.settle()
+            elif isinstance(error, Exception) and not isinstance(error, RunLockLost) and self._writing is not None:
+                await asyncio.wait((self._writing,), timeout=LAST_WRITE_S)  # unless its actor is what failed
+        finally:
+            if self._writing is not None:
+                self._writing.cancel()
+                await asyncio.gather(self._writing, return_exceptions=True)
         if isinstance(error, UnhealthyRun):
+            self._confirm()
             folder = self._checkpoints.stop_unhealthy()
             raise UnhealthyRun(
                 f"{error}; then the same command {f'continues from {folder.name}' if folder else 'begins again'}"

@@ -89,8 +89,11 @@ def share(questions: Collection[list[Trajectory]]) -> Share:
     return Share(questions=len(questions), **found)
 
 
-async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Question], step: int) -> None:
+async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Question], step: int, beside: bool = False) -> None:
     """In a training run: evaluate in every mode that is due after `step` steps and not in the log, and log it.
+
+    Args:
+        beside: the next step's rollout goes on meanwhile.
 
     Raises:
         UnhealthyRun: too many trajectories are masked for an average to mean anything.
@@ -104,7 +107,8 @@ async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Quest
     for mode, samples, sampling in evaluation_modes(settings):
         if log.evaluated(step, mode):
             continue
-        with log.phase(f"evaluate ({mode})"):
+        name = f"evaluate ({mode})"
+        with log.background(name) if beside else log.phase(name):
             record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
         problem = refusal(trajectories, config.health, f"the {mode} evaluation after {step} steps does not count")
         if problem:
@@ -112,7 +116,7 @@ async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Quest
         kept = []
         with log.contained("trajectories"):
             kept = trajectory_records(trajectories, config, cluster.collector.tokenizers)
-        log.log_evaluation(record, kept)
+        log.log_evaluation(record, kept, beside)
 
 
 def _source(question: Question) -> str:

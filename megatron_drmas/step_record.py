@@ -34,13 +34,12 @@ class Stage:
     metrics: dict[str, dict]  # of the actors, by policy
 
 
-def step_record(step: int, whole: Stage, tokens_generated: int) -> StepRecord:
+def step_record(step: int, whole: Stage) -> StepRecord:
     """The record of a training step.
 
     Args:
         step: counted from 1.
         whole: all of the step (see `merge_stages`).
-        tokens_generated: response tokens that the engines returned.
     """
     trajectories, batch, metrics = whole.trajectories, whole.batch, whole.metrics
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
@@ -64,7 +63,7 @@ def step_record(step: int, whole: Stage, tokens_generated: int) -> StepRecord:
         reward=_mean(trajectory.reward for trajectory in drawn),
         success=_mean(trajectory.success for trajectory in drawn),
         trajectories=len(trajectories),
-        tokens_generated=tokens_generated,
+        tokens_generated=sum(len(turn.token_ids) for trajectory in trajectories for turn in trajectory.turns),
         tokens_trained=int(sum(values["tokens"] for values in metrics.values())),
         agents=agents,
         policies=policies,

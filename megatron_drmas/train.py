@@ -49,6 +49,7 @@ async def train(config: RunConfig) -> None:
                 with run.log.phase("advantages"):
                     batch = collate(trajectories, agents, policies, learners)
                     batch.advantages = compute_advantages(batch, algorithm)
+                await run.end_evaluation()
                 with run.log.phase("update"):
                     run.saver.updating()
                     metrics = certify(await run.cluster.update(batch, step), batch)
@@ -90,13 +91,14 @@ def main() -> int:
     from megatron_drmas.validate import validate
 
     def command(config: RunConfig) -> None:
+        from megatron_drmas.checkpointing import CheckpointError
         from megatron_drmas.cluster.cluster import FAILURES
         from megatron_drmas.observability.health import UnhealthyRun
         from megatron_drmas.observability.history import HistoryError
 
         try:
             asyncio.run(train(config))
-        except (UnhealthyRun, RunLockLost, HistoryError, *FAILURES) as failure:
+        except (UnhealthyRun, RunLockLost, HistoryError, CheckpointError, *FAILURES) as failure:
             sys.exit(f"train: {failure}")
 
     try:

@@ -85,7 +85,7 @@ async def _start(
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
-            Saver(checkpoints, cluster.save, log, sampler, to_dict(config), done) as saver,
+            Saver(checkpoints, cluster, log, sampler, to_dict(config), done, lambda: confirm(log.abandon)) as saver,
         ):
             if folder:
                 with log.phase("load checkpoint"):
@@ -97,9 +97,13 @@ async def _start(
             log.started()
             log.log_changes(changes)
             saver.updated(done)
-            await evaluate_team(cluster, log, sets.evaluation, done)
-            stop.polite(log.note)
-            yield TrainingRun(config, cluster, log, saver, sets, sampler, done, updates_per_step, stop, confirm)
+            run = TrainingRun(config, cluster, log, saver, sets, sampler, done, updates_per_step, stop, confirm)
+            try:
+                await run.evaluate(done)
+                stop.polite(log.note)
+                yield run
+            finally:
+                await run.drop_evaluation()
             stop.polite(None)
             if config.checkpoint.export:
                 with log.phase("export"):
@@ -123,11 +127,10 @@ class TrainingRun:
         [Callable[[], None]], None
     ]  # before a step is written; where that must not be, calls its argument and raises
     _updates: int = field(init=False)  # that the engines have: the version of their weights
-    _tokens: int = field(init=False)  # that the engines had generated before the step
+    _evaluation: "asyncio.Task[None] | None" = field(init=False, default=None)  # beside the next step's rollout
 
     def __post_init__(self) -> None:
         self._updates = self.done * self.updates_per_step
-        self._tokens = self.cluster.generated_tokens
 
     @property
     def steps(self) -> range:
@@ -172,22 +175,53 @@ class TrainingRun:
         """
         self.confirm(self.log.abandon)
         config, log, whole = self.config, self.log, merge_stages(stages)
-        problem = log.log_step(step_record(step, whole, self.cluster.generated_tokens - self._tokens))
+        problem = log.log_step(step_record(step, whole))
         with log.contained("trajectories"):
             tokenizers = self.cluster.collector.tokenizers
             log.log_trajectories(step, trajectory_records(whole.trajectories, config, tokenizers, whole.batch))
         self.saver.updated(step)
+        self.saver.check()
         last = step == config.steps
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             await self.saver.save()
         if problem and not last:
             raise UnhealthyRun(problem)
         if not self.stop.requested:
-            await self.stop.unless_requested(evaluate_team(self.cluster, log, self.sets.evaluation, step))
+            await self.evaluate(step)
         if self.stop.requested:
             await self.saver.save()
+            await self.saver.settle()
             sys.exit(f"stopped by {self.stop.requested} after step {step}; {_continuing(config)} from there")
-        self._tokens = self.cluster.generated_tokens
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate after `step` steps where that is due: beside the next step's rollout, which has the same weights.
+
+        After the last step there is none, and in deterministic mode what the engines compute together must not depend on
+        whether there is an evaluation: then it is over when this returns, and a request to stop ends it.
+        """
+        beside = step < self.config.steps and not self.config.deterministic
+        work = evaluate_team(self.cluster, self.log, self.sets.evaluation, step, beside)
+        if beside:
+            self._evaluation = asyncio.ensure_future(work)
+        else:
+            await self.stop.unless_requested(work)
+
+    async def end_evaluation(self) -> None:
+        """Wait for the evaluation of the weights that are about to change.
+
+        Raises:
+            UnhealthyRun: it does not count.
+        """
+        if self._evaluation is not None:
+            with self.log.phase("evaluate"):
+                await self._evaluation
+            self._evaluation = None
+
+    async def drop_evaluation(self) -> None:
+        """End an evaluation that is not over; it is done again when the run continues."""
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
 
 
 def _continuing(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_drmas.checkpointing import MAY_CHANGE, OF_A_POLICY, Checkpoints, Saver
+from megatron_drmas.checkpointing import MAY_CHANGE, OF_A_POLICY, CheckpointError, Checkpoints, Saver
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config, to_dict
@@ -17,15 +17,13 @@ from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
+from megatron_drmas.run_lock import RunLockLost
 
 
-def save(checkpoints, step, config, fail=False, healthy=True):
-    async def write(folder):
-        (folder / "weights").write_text(str(step))
-        if fail:
-            raise OSError("disk full")
-
-    return asyncio.run(checkpoints.save(step, {"config": config, "sampler": {"cursor": step}, "healthy": healthy}, write))
+def save(checkpoints, step, config, healthy=True):
+    (checkpoints.begin(step) / "weights").write_text(str(step))
+    checkpoints.commit(step, {"config": config, "sampler": {"cursor": step}, "healthy": healthy})
+    checkpoints.rotate()
 
 
 @pytest.fixture
@@ -39,15 +37,6 @@ def test_the_newest_complete_one_is_found_and_old_ones_go(checkpoints):
     folder, state, changes = checkpoints.latest({"seed": 0})
     assert changes == {} and state["step"] == 10 and (folder / "weights").read_text() == "10"
     assert [path.name for path in checkpoints.complete()] == ["step_000002", "step_000010"]
-
-
-def test_a_write_that_fails_leaves_the_one_before(checkpoints):
-    save(checkpoints, 1, {"seed": 0})
-    with pytest.raises(OSError):
-        save(checkpoints, 2, {"seed": 0}, fail=True)
-    assert checkpoints.latest({"seed": 0})[1]["step"] == 1
-    save(checkpoints, 2, {"seed": 0})
-    assert checkpoints.latest({"seed": 0})[1]["step"] == 2
 
 
 def test_a_step_can_be_saved_again(checkpoints):
@@ -222,8 +211,35 @@ class Log:
     def phase(self, name):
         yield
 
+    background = phase
+
     def healthy(self, since):
         return not since < 2 <= self.step
+
+
+class Policies:
+    """Copy at once, and write until `go` is set."""
+
+    def __init__(self, go=True, fails=None):
+        self.go, self.fails, self.begun, self.value = asyncio.Event(), fails, [], 0
+        if go:
+            self.go.set()
+
+    async def begin_save(self, folder):
+        self.begun.append(folder)
+        self.copy = self.value
+
+    async def finish_save(self):
+        copy = self.copy
+        (self.begun[-1] / "half").touch()
+        await self.go.wait()
+        if self.fails:
+            raise self.fails
+        (self.begun[-1] / "weights").write_text(str(copy))
+
+
+def saver_of(checkpoints, policies, log=None, sampler=None, confirm=lambda: None):
+    return Saver(checkpoints, policies, log or Log(), sampler or QuestionSampler(10, 0), {}, 0, confirm)
 
 
 @pytest.mark.parametrize(
@@ -243,11 +259,8 @@ def test_a_run_that_stops_between_updates_loses_no_step(checkpoints, error, step
     sampler = QuestionSampler(10, 0)
 
     async def run():
-        async def write(folder):
-            (folder / "weights").touch()
-
         log = Log()
-        async with Saver(checkpoints, write, log, sampler, {}, 0) as saver:
+        async with saver_of(checkpoints, Policies(), log, sampler) as saver:
             for log.step in (1, 2, 3):
                 sampler.draw(2)
                 saver.updating()
@@ -267,7 +280,7 @@ def test_a_run_that_stops_between_updates_loses_no_step(checkpoints, error, step
 
 def test_a_run_that_stops_within_an_update_saves_nothing(checkpoints):
     async def run():
-        async with Saver(checkpoints, None, Log(), QuestionSampler(10, 0), {}, 0) as saver:
+        async with saver_of(checkpoints, None) as saver:
             saver.updated(1)
             saver.updating()
             raise UnhealthyRun("step 2 is not trained on")
@@ -279,16 +292,107 @@ def test_a_run_that_stops_within_an_update_saves_nothing(checkpoints):
 
 def test_a_step_is_saved_once(checkpoints):
     """A stop that was asked for saves its step, unless it was due anyhow."""
-    written = []
+    policies = Policies()
 
     async def run():
-        async def write(folder):
-            written.append(folder)
-
-        async with Saver(checkpoints, write, Log(), QuestionSampler(10, 0), {}, 0) as saver:
+        async with saver_of(checkpoints, policies) as saver:
             for step in (1, 1, 2):
                 saver.updated(step)
                 await saver.save()
 
     asyncio.run(run())
-    assert len(written) == 2 and checkpoints.latest({})[1]["step"] == 2
+    assert len(policies.begun) == 2 and checkpoints.latest({})[1]["step"] == 2
+
+
+def test_the_next_step_goes_on_while_a_copy_is_written(checkpoints):
+    policies, sampler = Policies(go=False), QuestionSampler(10, 0)
+
+    async def run():
+        async with saver_of(checkpoints, policies, sampler=sampler) as saver:
+            sampler.draw(2)
+            saver.updated(1)
+            await saver.save()
+            sampler.draw(2)
+            saver.updating()
+            policies.value = 1
+            saver.updated(2)
+            await asyncio.sleep(0.01)
+            assert checkpoints.complete() == [] and (policies.begun[0] / "half").exists()
+            saver.check()
+            policies.go.set()
+            await asyncio.wait_for(saver.settle(), 5)
+            assert [path.name for path in checkpoints.complete()] == ["step_000001"]
+
+    asyncio.run(run())
+    folder, state, _ = checkpoints.latest({})
+    assert (folder / "weights").read_text() == "0" and state["sampler"]["cursor"] == 2
+
+
+@pytest.mark.parametrize("where", ["check", "settle", "save", "exit"])
+@pytest.mark.parametrize("fails", [OSError("no space left"), ProcessFailure("actor 0: no space left")])
+def test_a_write_that_fails_is_said_at_the_next_occasion_and_leaves_the_one_before(checkpoints, fails, where):
+    save(checkpoints, 1, {})
+
+    async def run():
+        async with saver_of(checkpoints, Policies(fails=fails)) as saver:
+            saver.updated(2)
+            await saver.save()
+            if where == "exit":
+                return
+            saver.updated(3)
+            await asyncio.sleep(0.01)
+            await saver.settle() if where == "settle" else saver.check() if where == "check" else await saver.save()
+
+    with pytest.raises(CheckpointError, match="after step 2 could not be written: .*no space left"):
+        asyncio.run(run())
+    assert [path.name for path in checkpoints.complete()] == ["step_000001"]
+    checkpoints.discard_partial()
+    assert [path.name for path in checkpoints.complete()[0].parent.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize(
+    "error, saved",
+    [
+        (SystemExit(), False),
+        (asyncio.CancelledError(), False),
+        (RunLockLost(), False),
+        (ProcessFailure("engine 0: died"), True),
+        (CheckpointError("of another"), True),
+    ],
+)
+def test_a_run_that_ends_early_leaves_a_whole_checkpoint_or_none(checkpoints, error, saved):
+    """A failure lets what is being written come to its end; a stop at once does not."""
+    policies = Policies(go=False)
+
+    async def run():
+        async with saver_of(checkpoints, policies) as saver:
+            saver.updated(1)
+            await saver.save()
+            asyncio.get_running_loop().call_later(0.05, policies.go.set)
+            raise error
+
+    with pytest.raises(type(error)):
+        asyncio.run(run())
+    assert [path.name for path in checkpoints.complete()] == ["step_000001"] * saved
+
+
+def test_a_folder_that_another_run_has_taken_gets_no_checkpoint(checkpoints):
+    lost = []
+
+    def confirm():
+        if lost:
+            raise RunLockLost("taken")
+
+    async def run(error=None):
+        async with saver_of(checkpoints, Policies(), confirm=confirm) as saver:
+            saver.updated(1)
+            await saver.save()
+            lost.append(True)
+            if error:
+                raise error
+
+    for error in (None, UnhealthyRun("ill")):
+        with pytest.raises(RunLockLost):
+            asyncio.run(run(error))
+        assert checkpoints.complete() == [] and not (checkpoints.begin(9).parent / "stopped_unhealthy").exists()
+        lost.clear()

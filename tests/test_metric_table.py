@@ -15,7 +15,7 @@ from megatron_drmas.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.evaluate import summarize
 from megatron_drmas.observability.metrics import METRICS, metric_of
-from megatron_drmas.observability.records import GENERATE, GREEDY
+from megatron_drmas.observability.records import CHECKPOINT, GENERATE, GREEDY
 from megatron_drmas.observability.report import load_run, render
 from megatron_drmas.observability.run_log import RunLog
 from megatron_drmas.observability.tensorboard import scalars
@@ -87,9 +87,9 @@ def test_what_is_logged_is_in_the_table_and_what_is_in_the_table_is_logged(stage
     log.started()
     record = summarize(stage.trajectories, 0, GREEDY, 1, Sampling(0.0, 1.0, "evaluation"))
     log.log_evaluation(record)
-    with log.phase(GENERATE):
+    with log.phase(GENERATE), log.background(CHECKPOINT):
         pass
-    log.log_step(step_record(1, stage, tokens_generated=9))
+    log.log_step(step_record(1, stage))
     log.finish("finished")
     lines = [line for line in load_run(tmp_path).lines if line["kind"] in ("step", "evaluation")]
     rows = {}

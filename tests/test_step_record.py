@@ -65,7 +65,7 @@ def update(tokens=10, steps=1, norm=1.0, agents=None, skipped=0, nonfinite=(), *
 def record(of_policies):
     batch = collate(trajectories(), AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    return step_record(1, Stage(trajectories(), batch, of_policies), tokens_generated=18)
+    return step_record(1, Stage(trajectories(), batch, of_policies))
 
 
 def test_failed_trajectories_are_counted_and_count_for_nothing_else():
@@ -89,7 +89,7 @@ def test_rows_without_an_advantage_are_counted_where_they_learn():
     same = [replace(each, reward=0.0, turns=[turn("search", 0), turn("answer", 1)], failure=None) for each in trajectories()]
     batch = collate(same, AGENTS, ("writer",), {"search"})
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, Stage(same, batch, metrics()), tokens_generated=18)
+    step = step_record(1, Stage(same, batch, metrics()))
     assert step.health["zero_advantage"] == {"team": [3, 3], "agents": {"search": [3, 3]}}
 
 
@@ -180,7 +180,7 @@ def test_all_stages_of_a_step_count():
     whole = merge_stages(stages)
     merged, batch = whole.trajectories, whole.batch
     assert merged == first + second and [trajectory.group for trajectory in merged] == [0, 0, 0, 1, 1, 1]
-    step = step_record(1, whole, tokens_generated=36)
+    step = step_record(1, whole)
     assert step.trajectories == 6 and step.masked == {"retrieval": 2} and step.reward == pytest.approx((1 + 0 + 0.25 + 0.25) / 4)
     assert step.agents["search"]["calls"] == 6 and len(batch) == sum(len(stage.batch) for stage in stages)
     kept = trajectory_records(merged, configured(), {"writer": Letters()}, batch)
@@ -192,7 +192,7 @@ def test_all_stages_of_a_step_count():
 def test_success_is_the_share_of_trajectories():
     drawn = trajectories()
     drawn[1].success = True
-    assert step_record(1, Stage(drawn, collated(drawn), metrics()), tokens_generated=1).success == 0.5
+    assert step_record(1, Stage(drawn, collated(drawn), metrics())).success == 0.5
 
 
 def test_the_reward_is_that_of_all_questions_drawn():
@@ -201,7 +201,7 @@ def test_the_reward_is_that_of_all_questions_drawn():
     drawn += [replace(drawn[0], group=1, sample=sample, failure=NO_SIGNAL) for sample in range(3)]
     batch = collate(drawn, AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, Stage(drawn, batch, metrics()), tokens_generated=18)
+    step = step_record(1, Stage(drawn, batch, metrics()))
     assert step.reward == 0.8 and step.masked == {"retrieval": 1, NO_SIGNAL: 3}
 
 
@@ -252,4 +252,4 @@ def test_the_numbers_of_a_workflow_are_averaged_over_the_trajectories_that_ended
     drawn = trajectories()
     for trajectory, value in zip(drawn, (*values, 7)):
         trajectory.outcome = Outcome("x", {"key": value})
-    assert step_record(1, Stage(drawn, collated(drawn), metrics()), tokens_generated=1).workflow == logged
+    assert step_record(1, Stage(drawn, collated(drawn), metrics())).workflow == logged

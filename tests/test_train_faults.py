@@ -67,6 +67,13 @@ def train(tiny_team, tmp_path_factory, repository):
     return run
 
 
+@pytest.fixture(scope="module")
+def undisturbed(train):
+    code, said, folder = train("undisturbed")
+    assert code == 0, said
+    return folder
+
+
 def steps(folder):
     """What each step measured, without its times."""
     path = folder / "metrics.jsonl"
@@ -155,10 +162,34 @@ def test_an_evaluation_that_lost_half_of_its_trajectories_does_not_count(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_server_that_fails_changes_no_bit_or_stops_the_run(train, tiny_team, repository):
-    code, _, undisturbed = train("undisturbed")
-    assert code == 0
+def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before(train, undisturbed, tmp_path):
+    """On a disk on which each of a checkpoint's files takes two seconds."""
+    (tmp_path / "slow_disk.py").write_text(
+        "import os, time\n"
+        "fsync = os.fsync\n"
+        "def slow(file):\n"
+        "    time.sleep(2.0 * os.readlink(f'/proc/self/fd/{file}').endswith('.distcp'))\n"
+        "    fsync(file)\n"
+        "os.fsync = slow\n"
+    )
+    checkpoints = undisturbed.with_name("killed_writing") / "checkpoints"
 
+    def kill(process):
+        while not (list(checkpoints.glob(".partial_step_000002/*/*.distcp")) and (checkpoints / "step_000001").exists()):
+            assert process.poll() is None and not (checkpoints / "step_000002").exists()
+            time.sleep(0.02)
+        process.kill()
+
+    _, _, folder = train("killed_writing", "checkpoint.every=1", f"plugins=[{tmp_path / 'slow_disk.py'}]", fault=kill)
+    assert [path.name for path in checkpoints.glob("step_*")] == ["step_000001"]
+    code, said, _ = train("killed_writing")
+    assert code == 0 and steps(folder) == steps(undisturbed), said
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_server_that_fails_changes_no_bit_or_stops_the_run(train, undisturbed, tiny_team, repository):
     code, said, folder = train("killed", fault=kill_server)
     assert code == 0 and steps(folder) == steps(undisturbed)
     assert json.loads((folder / "summary.json").read_text())["restarts"] == {"retrieval server": 1}

@@ -33,9 +33,17 @@ class ActorProcess:
         """`PolicyActor.update`."""
         return self._actor.update(batch, step)
 
-    def save(self, path: str) -> None:
-        """`PolicyActor.save`."""
-        self._actor.save(path)
+    def begin_save(self, path: str) -> None:
+        """`PolicyActor.begin_save`."""
+        self._actor.begin_save(path)
+
+    def checkpoint_written(self) -> bool:
+        """`PolicyActor.checkpoint_written`."""
+        return self._actor.checkpoint_written()
+
+    def finish_save(self) -> None:
+        """`PolicyActor.finish_save`."""
+        self._actor.finish_save()
 
     def load(self, path: str) -> None:
         """`PolicyActor.load`."""

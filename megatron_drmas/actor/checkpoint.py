@@ -4,7 +4,9 @@ import os
 import queue
 import random
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -12,45 +14,123 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_drmas.actor.optimizer import configure_again, separate_steps
 from megatron_drmas.config.schema import ParallelConfig
 
 
-def save_checkpoint(
-    path: str,
-    model: DistributedDataParallel,
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    parallel: ParallelConfig,
-    trust_region_betas: dict[str, float],
-) -> None:
-    """Write a checkpoint folder beside `path`, then rename it; an existing checkpoint there is replaced.
+class BackgroundSave:
+    """A checkpoint that a thread of this process writes while training goes on; constructed on every rank at once.
 
-    Collective.  The folder must be on storage that all ranks share.
+    The constructor copies to the host what this rank writes, as large as this rank's share of the files; the copy is freed
+    when it is on the disk.  The files stand in a folder beside `path` until `finish` renames it; an existing checkpoint there
+    is replaced.  The folder must be on storage that all ranks share.
+
+    The plan, the files and their metadata are Megatron-Core's.  Its own callers of an `AsyncRequest` are not used: they fork,
+    or spawn, processes that outlive a killed rank and wait forever for one that the machine has ended.
     """
-    target = Path(path)
-    temp_path = target.with_name(target.name + ".incomplete")
-    if dist.get_rank() == 0:
-        shutil.rmtree(temp_path, ignore_errors=True)
-        temp_path.mkdir(parents=True)
-    dist.barrier()
-    state = _state(model, optimizer, schedule, loading=False)
-    state["layout"] = _layout(parallel)
-    state["trust_region_betas"] = trust_region_betas
-    state["random"] = _random_object(_random_states())
-    # A synchronous save's results stay in this process; Megatron's own queue lives in a process that outlives a killed rank.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(temp_path))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temp_path, target)
-    dist.barrier()
+
+    def __init__(
+        self,
+        path: str,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
+        parallel: ParallelConfig,
+        trust_region_betas: dict[str, float],
+    ):
+        self._target = Path(path)
+        self._partial = self._target.with_name(self._target.name + ".incomplete")
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        dist.barrier()
+        state = _state(model, optimizer, schedule, loading=False)
+        state["layout"] = _layout(parallel)
+        state["trust_region_betas"] = trust_region_betas
+        state["random"] = _random_object(_random_states())
+        self._results: queue.Queue = queue.Queue()
+        filesystem_async._results_queue = self._results  # or else it starts a process for one
+        request = dist_checkpointing.save(state, str(self._partial), async_sharded_save=True)
+        del state
+        self._finish = request.finalize_fns
+        self._error: BaseException | None = None
+        files, transforms = [], None
+        if request.async_fn is not None:  # this rank has something to write
+            files, transforms = [_copy(bucket) for bucket in request.async_fn_args[1]], request.async_fn.args[0]
+        self._thread = threading.Thread(target=self._write, args=(files, transforms), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def written(self) -> bool:
+        """Whether this rank's files are on the disk.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def finish(self) -> None:
+        """Wait for the files, write the metadata and rename the folder; collective.
+
+        Raises:
+            OSError: this rank's files could not be written.  Ask `written` of every rank first: the others then wait for it.
+        """
+        self._thread.join()
+        self.written()
+        for finish in self._finish:
+            finish()
+        if dist.get_rank() == 0:
+            if self._target.exists():
+                shutil.rmtree(self._target)
+            os.replace(self._partial, self._target)
+        dist.barrier()
+
+    def _write(self, files: list[WriteBucket], transforms: Any) -> None:
+        try:
+            results: dict[int, list[WriteResult]] = {}
+            while files:
+                results[len(results)] = _write_file(files.pop(0), transforms)  # its copy ends with the call
+            if results:
+                self._results.put(results)
+        except BaseException as error:  # `written` raises it
+            files.clear()
+            self._error = error.with_traceback(None)
+
+
+def _copy(bucket: WriteBucket) -> WriteBucket:
+    """A file's content with tensors of its own in the host's memory; those of `bucket` are let go one by one."""
+    path, key, (objects, tensors) = bucket
+    copies = []
+    while tensors:
+        item, tensor = tensors.pop(0)
+        copies.append((item, tensor.detach().to("cpu", copy=True)))
+    return path, key, (objects, copies)
+
+
+def _write_file(bucket: WriteBucket, transforms: Any) -> list[WriteResult]:
+    """Write a file and bring it to the disk.
+
+    Raises:
+        OSError: names the file and what is free on its disk.
+    """
+    answers: queue.Queue = queue.Queue()
+    pending: queue.Queue = queue.Queue()
+    pending.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, pending, use_fsync=True)
+    _, result = answers.get_nowait()
+    if isinstance(result, Exception):
+        free = shutil.disk_usage(Path(bucket[0]).parent).free / 2**30
+        raise OSError(f"{bucket[0]} could not be written, {free:.2f} GiB are free there: {result}")
+    return result
 
 
 def load_checkpoint(
@@ -60,7 +140,7 @@ def load_checkpoint(
     schedule: OptimizerParamScheduler,
     parallel: ParallelConfig,
 ) -> dict:
-    """Restore what `save_checkpoint` wrote, and return its `trust_region_betas`; collective.
+    """Restore what a `BackgroundSave` wrote, and return its `trust_region_betas`; collective.
 
     In the layout that saved it training continues bit for bit.  Another layout gets the same model, optimizer and
     schedule, and keeps its own random states, which belong to ranks.  The settings of optimizer and schedule are those of

@@ -13,7 +13,7 @@ from checkpoints_conv.formats.hf_folder import read_config
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.megatron.export import export_hf_folder
 from checkpoints_conv.megatron.load import load_hf_weights
-from megatron_drmas.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_drmas.actor.checkpoint import BackgroundSave, load_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics
 from megatron_drmas.actor.model import build_model, shares_beginnings
@@ -165,10 +165,26 @@ class PolicyActor:
             "skipped": int(not stepped),
         }
 
-    def save(self, path: str) -> None:
-        """Write a checkpoint folder (storage shared by all ranks), atomically: model, optimizer, schedule, random states."""
+    def begin_save(self, path: str) -> None:
+        """Copy model, optimizer, schedule and random states, and begin to write them as a checkpoint folder.
+
+        It is at `path` (storage shared by all ranks) when `finish_save` returns; what is trained meanwhile does not change it.
+        """
         parallel = self.settings.policy.parallel
-        save_checkpoint(path, self.model, self.optimizer, self.schedule, parallel, self.trust_regions.state_dict())
+        self._save = BackgroundSave(path, self.model, self.optimizer, self.schedule, parallel, self.trust_regions.state_dict())
+
+    def checkpoint_written(self) -> bool:
+        """Whether this rank's files of the save that has begun are on the disk; not collective.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        return self._save.written()
+
+    def finish_save(self) -> None:
+        """Wait for this rank's files, and put the folder in its place when every rank has come here."""
+        self._save.finish()
+        del self._save
 
     def load(self, path: str) -> None:
         """Restore a checkpoint, of this or another layout; in this layout training resumes bit-exactly."""

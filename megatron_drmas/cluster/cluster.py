@@ -195,9 +195,13 @@ class Cluster:
         """
         await together(policy.sync_weights(version, verify) for policy in self.trainable.values())
 
-    async def save(self, folder: Path) -> None:
-        """Write every actor's checkpoint to folder/<policy>."""
-        await together(policy.save(folder / name) for name, policy in self.trainable.items())
+    async def begin_save(self, folder: Path) -> None:
+        """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>."""
+        await together(policy.begin_save(folder / name) for name, policy in self.trainable.items())
+
+    async def finish_save(self) -> None:
+        """Wait until every actor's checkpoint is written."""
+        await together(policy.finish_save() for policy in self.trainable.values())
 
     async def load(self, folder: Path) -> None:
         """Restore every actor from folder/<policy>."""

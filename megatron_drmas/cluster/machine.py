@@ -16,7 +16,8 @@ from megatron_drmas.devices import DEVICES
 
 MAX_THREADS = 8  # of a process whose model is on a GPU
 MEMORY_SHARE = 0.5  # of the machine's, for the actors: engines, page cache and the driver need the rest
-OPTIMIZER_BYTES = 12  # a parameter: fp32 gradient and Adam's two moments
+GRADIENT_BYTES = 4  # a parameter, in fp32
+MOMENT_BYTES = 8  # Adam's two
 MASTER_BYTES = 4  # and its fp32 copy where it is not fp32 itself
 
 
@@ -55,12 +56,15 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
     if open_ and not device.accelerated:
         specs = {name: family_of(found).model_spec(found) for name in policies for found in [read_config(policies[name].model)]}
         needed = sum(
-            actor_bytes(specs[name], policy, config.precision.mode) for name, policy in policies.items() if policy.trainable
+            actor_bytes(specs[name], policy, config.precision.mode) + checkpoint_bytes(specs[name], config.precision.mode)
+            for name, policy in policies.items()
+            if policy.trainable
         )
         memory = usable_memory()
         recompute = needed > MEMORY_SHARE * memory
         does = "are computed again in the backward pass" if recompute else "are kept"
-        text += f"; activations {does} (actors need {needed / 2**30:.1f} GiB to keep them, there are {memory / 2**30:.1f} GiB)"
+        text += f"; activations {does} (to keep them, actors need {needed / 2**30:.1f} GiB, a checkpoint's copy included; "
+        text += f"there are {memory / 2**30:.1f} GiB)"
     else:
         recompute = False
     for name in open_:
@@ -76,13 +80,23 @@ def actor_bytes(spec: ModelSpec, policy: PolicyConfig, precision: str) -> int:
     """
     size = DTYPES[precision].itemsize
     width = spec.ffn if not spec.experts else spec.experts_per_token * spec.expert_ffn
+    state = (checkpoint_bytes(spec, precision) + _parameters(spec) * GRADIENT_BYTES) * policy.parallel.data
+    elements = 10 * spec.hidden + 4 * (spec.q_size + 2 * spec.kv_size) + 5 * width
+    return state + policy.parallel.data * policy.micro_batch_tokens * spec.layers * elements * size
+
+
+def checkpoint_bytes(spec: ModelSpec, precision: str) -> int:
+    """About what a policy's checkpoint holds: weights and optimizer.  Its ranks keep a copy of it, each of what it writes, from
+    the moment of saving until that is on the disk, while the next step runs."""
+    size = DTYPES[precision].itemsize
+    return _parameters(spec) * (size + MOMENT_BYTES + (MASTER_BYTES if size < 4 else 0))
+
+
+def _parameters(spec: ModelSpec) -> int:
     layer = spec.hidden * (2 * spec.q_size + 2 * spec.kv_size) + 3 * spec.hidden * (
         spec.expert_ffn * spec.experts if spec.experts else spec.ffn
     )
-    parameters = spec.layers * layer + spec.vocab * spec.hidden * (1 if spec.tied else 2)
-    state = parameters * (size + OPTIMIZER_BYTES + (MASTER_BYTES if size < 4 else 0)) * policy.parallel.data
-    elements = 10 * spec.hidden + 4 * (spec.q_size + 2 * spec.kv_size) + 5 * width
-    return state + policy.parallel.data * policy.micro_batch_tokens * spec.layers * elements * size
+    return spec.layers * layer + spec.vocab * spec.hidden * (1 if spec.tied else 2)
 
 
 def usable_cores() -> int:

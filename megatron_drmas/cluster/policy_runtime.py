@@ -1,5 +1,6 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import Slot
-from megatron_drmas.cluster.process import RemoteProcess
+from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import RunConfig
@@ -23,6 +24,7 @@ from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, Syn
 from megatron_drmas.weight_sync.transport import Route, choose_transport
 
 SUBMIT_TIMEOUT_S = 60.0
+SAVE_POLL_S = 0.1  # between two questions whether an actor's files are written; it answers between its calls
 
 
 class PolicyRuntime:
@@ -187,9 +189,25 @@ class PolicyRuntime:
             self._asleep = False
         return stats
 
-    async def save(self, folder: Path) -> None:
-        """Write the actor's checkpoint."""
-        await self._on_all_ranks(self._step_timeout_s, ActorProcess.save, str(folder.resolve()))
+    async def begin_save(self, folder: Path) -> None:
+        """Copy what the actor's checkpoint holds; it is written while the actor works on."""
+        self._save_deadline = asyncio.get_running_loop().time() + self._step_timeout_s
+        await self._on_all_ranks(self._step_timeout_s, ActorProcess.begin_save, str(folder.resolve()))
+
+    async def finish_save(self) -> None:
+        """Wait until every rank has written its files, and put the checkpoint in its place.
+
+        Raises:
+            ProcessFailure: a rank could not write them, or not in `cluster.step_timeout_s`.
+        """
+        while not all(await self._on_all_ranks(self._step_timeout_s, ActorProcess.checkpoint_written)):
+            if asyncio.get_running_loop().time() > self._save_deadline:
+                raise ProcessFailure(
+                    f"the actor of policy {self.name!r} has not written its checkpoint in {self._step_timeout_s:g} s; "
+                    f"cluster.step_timeout_s allows no more"
+                )
+            await asyncio.sleep(SAVE_POLL_S)
+        await self._on_all_ranks(self._step_timeout_s, ActorProcess.finish_save)
 
     async def load(self, folder: Path) -> None:
         """Restore the actor."""

@@ -1,6 +1,7 @@
 """metrics.jsonl: what a run logged, one JSON object a line, the durable source of everything shown.
 
-Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far).  Results
+Every line has `kind`, `step`, `seconds` (by phase, since the line before) and `peak_memory_gib` (so far), and a step's or the
+last one `background` (likewise seconds, of work beside the phases), where there was any.  Results
 ("step", "evaluation", and a step that was "refused") are undone when the run goes back to an earlier checkpoint, and so is
 its "end"; events ("start", "restart", "change") have happened and stay.
 """

@@ -274,15 +274,21 @@ def glossary(run: Run) -> list[Metric]:
 
 
 def phases(run: Run) -> list[dict[str, Any]]:
-    """Where the time went, at start-up and afterwards: seconds and shares of the phases, largest first."""
+    """Where the time went, at start-up and afterwards: seconds and shares of the phases, largest first; and of the work beside
+    the training, in shares of its time."""
     order = list(dict.fromkeys(phase for line in run.lines for phase in line["seconds"] if phase != "other"))
-    tables = []
-    for title, kinds in (("Start-up", ("start",)), ("Training", ("restart", "step", "evaluation", "end"))):
+    tables: list[dict[str, Any]] = []
+    training = ("restart", "step", "evaluation", "end")
+    for title, key, kinds in (
+        ("Start-up", "seconds", ("start",)),
+        ("Training", "seconds", training),
+        ("In the background of it", "background", training),
+    ):
         totals: dict[str, float] = {}
         for line in run.lines:
-            for phase, seconds in line["seconds"].items() if line["kind"] in kinds else ():
+            for phase, seconds in line.get(key, {}).items() if line["kind"] in kinds else ():
                 totals[phase] = totals.get(phase, 0.0) + seconds
-        whole = sum(totals.values())
+        whole = sum(totals.values()) if key == "seconds" else tables[-1]["seconds"]
         rows = [
             {
                 "name": phase,
@@ -294,7 +300,7 @@ def phases(run: Run) -> list[dict[str, Any]]:
             if seconds > 0.001 * whole
         ]
         if rows:
-            tables.append({"title": title, "seconds": whole, "rows": rows})
+            tables.append({"title": title, "seconds": whole if key == "seconds" else sum(totals.values()), "rows": rows})
     return tables
 
 

@@ -128,6 +128,16 @@ class RunLog:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began
 
     @contextmanager
+    def background(self, name: str) -> Iterator[None]:
+        """Time work that goes on beside the phases.  The seconds belong to the next step's line, or to the last line, and are
+        no part of its time."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._background[name] = self._background.get(name, 0.0) + self._clock() - began
+
+    @contextmanager
     def contained(self, what: str) -> Iterator[None]:
         """Something that is only there to be looked at: its failure is a warning, said once a cause, and never the run's."""
         try:
@@ -195,12 +205,19 @@ class RunLog:
             self._unhealthy.append(line["step"])
         return found + self._watch.check(line)
 
-    def log_evaluation(self, record: EvaluationRecord, trajectories: Sequence[TrajectoryRecord] = ()) -> None:
-        """One evaluation, in one mode, and trajectories of it to read, in trajectories/evaluation_<mode>_<step>.jsonl."""
+    def log_evaluation(
+        self, record: EvaluationRecord, trajectories: Sequence[TrajectoryRecord] = (), beside: bool = False
+    ) -> None:
+        """One evaluation, in one mode, and trajectories of it to read, in trajectories/evaluation_<mode>_<step>.jsonl.
+
+        Args:
+            beside: it ran beside the next step, to which all the time belongs.
+        """
         if trajectories:
             self._write_trajectories(f"evaluation_{record.mode}", record.step, trajectories)
         values = plain(record)
-        line = self._write("evaluation", alarms=evaluation_alarms(values, self._health_config), **values)
+        values["alarms"] = evaluation_alarms(values, self._health_config)
+        line = self._append({"kind": "evaluation", "seconds": {}, **values}) if beside else self._write("evaluation", **values)
         self._to_tensorboard(line)
         with self.contained("the evaluation's line"):
             for alarm in line["alarms"]:
@@ -247,6 +264,7 @@ class RunLog:
         """Forget what was logged after `step`: the run goes back to that checkpoint."""
         self._history.cut(step)
         self._seconds: dict[str, float] = {}  # by phase, since the last line
+        self._background: dict[str, float] = {}  # likewise, beside the phases
         self._logged = self._clock()
         for path in (self._run_dir / "trajectories").glob("*_[0-9]*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step:
@@ -298,6 +316,8 @@ class RunLog:
         self._logged += elapsed
         seconds = self._seconds | {"other": max(0.0, elapsed - sum(self._seconds.values()))}
         self._seconds = {}
+        if kind in ("step", "end") and self._background:
+            values["background"], self._background = self._background, {}
         return self._append({"kind": kind, "step": step, "seconds": seconds, **values})
 
     def _append(self, line: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Summary:
         agents, policies                     metrics by name, last step each was in
         max_prob_ratio, max_logprob_diff     largest trainer/engine disagreement of any policy at any step
         seconds        by phase: start-up, steps and evaluations together; "other" is time outside every phase
+        background     seconds of work beside the phases: writing checkpoints, evaluations that ran beside a step
         startup_seconds                      from the start of the process to the end of start-up, last start
         peak_memory_gib                      of the process tree (see memory.tree_bytes)
         weight_sync_share                    of the seconds of the steps
@@ -56,6 +57,7 @@ class Summary:
             "policies": {},
             **dict.fromkeys(LARGEST.values()),
             "seconds": {},
+            "background": {},
             "startup_seconds": None,
             "peak_memory_gib": 0.0,
             "weight_sync_share": 0.0,
@@ -77,6 +79,7 @@ class Summary:
     def add(self, line: dict[str, Any]) -> None:
         """Take in the next line of metrics.jsonl."""
         _add_counts(self._values["seconds"], line["seconds"])
+        _add_counts(self._values["background"], line.get("background", {}))
         self._values["peak_memory_gib"] = max(self._values["peak_memory_gib"], line["peak_memory_gib"])
         getattr(self, f"_add_{line['kind']}")(line)
 

@@ -47,6 +47,7 @@ def _step_scalars(line: dict[str, Any]) -> dict[str, float | None]:
     for scope, key in LINE_KEYS.items():
         found |= {f"{scope}/{who}/{name}": value for who, values in line[key].items() for name, value in values.items()}
     found |= {f"time/{phase}": value for phase, value in seconds.items()} | {"time/step": sum(seconds.values())}
+    found |= {f"time/background/{work}": value for work, value in line.get("background", {}).items()}
     found |= {f"{key}/{who}": count for key in ("masked", "skipped") for who, count in line[key].items()}
     found |= {f"health/{kind}": share(line["health"][kind]["team"]) for kind in HEALTH if line.get("health")}
     found |= {f"alarm/{alarm['metric']}/{alarm['who']}": alarm["value"] for alarm in line["alarms"]}

@@ -95,6 +95,7 @@ class Collector:
         self.seed = seed
         self.live = 0  # branches of trajectories that run or wait; counted for deterministic mode
         self._lockstep = any(client.lockstep for client in clients.values())
+        self._gate = asyncio.Semaphore(config.max_in_flight)  # of all collections that run at once
 
     async def collect(
         self, questions: list[Question], samples: int, sampling: Sampling, use_turn_rewards: bool = False
@@ -150,17 +151,16 @@ class Collector:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _run_all(self, trajectories: list[Trajectory], run: Callable[[Trajectory], Awaitable[None]]) -> None:
-        width = self.config.max_in_flight
         if self._lockstep:
+            width = self.config.max_in_flight
             for start in range(0, len(trajectories), width):
                 part = trajectories[start : start + width]
                 self.live = len(part)
                 await together(map(run, part))
             return
-        gate = asyncio.Semaphore(width)
 
         async def gated(trajectory: Trajectory) -> None:
-            async with gate:
+            async with self._gate:
                 await run(trajectory)
 
         await together(map(gated, trajectories))

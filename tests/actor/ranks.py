@@ -99,6 +99,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def save(actor, folder: str) -> None:
+    """A checkpoint from its beginning to its end."""
+    actor.begin_save(folder)
+    actor.finish_save()
+
+
 LAYOUTS = {
     "tp1": ParallelConfig(),
     "tp2": ParallelConfig(tensor=2),

@@ -1,11 +1,15 @@
 """A resumed actor goes on as if nothing had happened; a step that cannot be made changes nothing."""
 
+import errno
 import math
+import os
+import re
+import threading
 
 import pytest
 import torch
 
-from tests.actor.ranks import make_batch, make_settings, make_tree_batch
+from tests.actor.ranks import make_batch, make_settings, make_tree_batch, save
 
 KEYS = ("loss", "grad_norm", "entropy", "lr")
 
@@ -30,7 +34,7 @@ def states_of(actor):
 
 def train_save_train(actor, folder, before, after):
     train(actor, before)
-    actor.save(folder)
+    save(actor, folder)
     return train(actor, after), weights_of(actor), states_of(actor)
 
 
@@ -72,10 +76,64 @@ def test_a_checkpoint_before_the_first_step_is_complete(ranks, models, tmp_path)
     assert straight[0][0] == resumed[0][0]
 
 
+def train_save_train_beside(actor, folder, before, after):
+    """As `train_save_train`, but the files are written after the training that follows."""
+    held, fsync = threading.Event(), os.fsync
+    os.fsync = lambda file: (held.wait(60), fsync(file))
+    try:
+        train(actor, before)
+        actor.begin_save(folder)
+        result = train(actor, after), weights_of(actor), states_of(actor)
+        assert not actor.checkpoint_written() and not os.path.exists(folder)
+        held.set()
+        actor.finish_save()
+    finally:
+        os.fsync = fsync
+    return result
+
+
+@pytest.mark.parametrize("layout, precision", [("tp1", "fp32"), ("dp2", "bf16")])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(ranks, models, tmp_path, layout, precision, distributed):
+    settings = make_settings(models["llama"], layout, precision, {"distributed": distributed})
+    folder = str(tmp_path / "checkpoint")
+    straight = ranks.run(settings, train_save_train_beside, folder, [0], [1, 2])
+    for ours, theirs in zip(ranks.run(settings, load_train, folder, [1, 2]), straight, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=0)
+
+
+def save_on_a_full_disk(actor, folder):
+    """What `checkpoint_written` comes to say on each rank; the second has no space."""
+    fsync = os.fsync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full if actor.rank == 1 else fsync
+    try:
+        actor.begin_save(folder)
+        while True:
+            try:
+                if actor.checkpoint_written():
+                    return "written"
+            except OSError as error:
+                return str(error)
+    finally:
+        os.fsync = fsync
+
+
+def test_a_rank_that_cannot_write_says_which_file_and_leaves_no_checkpoint(ranks, models, tmp_path):
+    said = ranks.run(make_settings(models["llama"], "tp2"), save_on_a_full_disk, str(tmp_path / "checkpoint"))
+    assert said[0] == "written" and not (tmp_path / "checkpoint").exists()
+    file = r"checkpoint\.incomplete/__1_0\.distcp"
+    assert re.search(file + r" could not be written, [\d.]+ GiB are free there: .*No space left on device", said[1])
+
+
 def save_twice_and_name(actor, folder):
-    actor.save(folder)
+    save(actor, folder)
     train(actor, [0])
-    actor.save(folder)
+    save(actor, folder)
 
 
 def test_saving_over_a_checkpoint_replaces_it(ranks, models, tmp_path):

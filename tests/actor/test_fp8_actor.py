@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megatron_drmas.config.schema import Fp8Config, PrecisionConfig
-from tests.actor.ranks import make_batch, make_settings, make_tree_batch
+from tests.actor.ranks import make_batch, make_settings, make_tree_batch, save
 
 
 def train_save_train_load_train(actor, folder):
     batch = make_batch()
     logprobs = actor.token_logprobs(batch)
     first = actor.update(batch, 1)
-    actor.save(folder)
+    save(actor, folder)
     second, after = actor.update(batch, 2), actor.token_logprobs(batch)
     actor.load(folder)
     return logprobs, first, second, actor.update(batch, 2), torch.equal(after, actor.token_logprobs(batch))

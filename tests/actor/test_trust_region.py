@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_drmas.config.algorithm import LossConfig, TrustRegionConfig
-from tests.actor.ranks import make_batch, make_settings
+from tests.actor.ranks import make_batch, make_settings, save
 
 
 def falling_batch():
@@ -17,7 +17,7 @@ def falling_batch():
 def train_save_train_load_train(actor, folder):
     batch = falling_batch()
     first = actor.update(batch, 1)
-    actor.save(folder)
+    save(actor, folder)
     second = actor.update(batch, 2)
     actor.load(folder)
     return first, second, actor.update(batch, 2)
@@ -54,7 +54,7 @@ def two_agents_in_turn(actor, folder):
     batch = falling_batch()
     own = [batch.select(batch.agent == agent) for agent in (0, 1)]
     results = [actor.update(own[0], 1), actor.update(own[1], 1), actor.update(own[0], 2)]
-    actor.save(folder)
+    save(actor, folder)
     betas = actor.trust_regions.state_dict()
     actor.trust_regions.load_state_dict({})
     actor.load(folder)

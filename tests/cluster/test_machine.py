@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from checkpoints_conv.families.spec import ModelSpec
 from megatron_drmas.cluster import machine
-from megatron_drmas.cluster.machine import actor_bytes, fit_to_machine
+from megatron_drmas.cluster.machine import actor_bytes, checkpoint_bytes, fit_to_machine
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import ParallelConfig, PolicyConfig
 
@@ -76,3 +76,13 @@ def test_the_estimate_grows_with_tokens_and_replicas(thousands, data):
     smaller, larger = actor_bytes(SPEC, policy, "fp32"), actor_bytes(SPEC, replace(policy, micro_batch_tokens=128_000), "fp32")
     assert smaller < larger and actor_bytes(SPEC, policy, "bf16") < smaller
     assert actor_bytes(SPEC, replace(policy, parallel=ParallelConfig(data=data)), "fp32") == data * smaller
+
+
+def test_the_copy_that_a_checkpoint_is_written_from_counts(monkeypatch):
+    """SmolLM2-135M: 134.5 million parameters of 4 + 8 bytes in fp32, of 2 + 4 + 8 in bf16; two such policies."""
+    assert checkpoint_bytes(SPEC, "fp32") == 12 * checkpoint_bytes(SPEC, "bf16") // 14 == pytest.approx(12 * 134.5e6, rel=1e-3)
+    policies = compose_config("search_hetero", []).policies.values()
+    needed = sum(actor_bytes(SPEC, policy, "fp32") + checkpoint_bytes(SPEC, "fp32") for policy in policies)
+    for gib, recompute in ((2.01 * needed / 2**30, False), (1.99 * needed / 2**30, True)):
+        config, _ = config_with(monkeypatch, 2, gib)
+        assert {policy.recompute for policy in config.policies.values()} == {recompute}

@@ -211,6 +211,35 @@ def test_calls_made_together_travel_together():
     assert len(engines["v"][0].submits[0]) == 64
 
 
+def test_collections_at_once_share_the_places_and_change_no_seed_of_each_other():
+    """As an evaluation does beside a rollout."""
+    verifier, rest = script()
+    running, most = 0, 0
+
+    async def both(collector):
+        alone = collector._run
+
+        async def counted(*args):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await alone(*args)
+            running -= 1
+
+        collector._run = counted
+        return await asyncio.gather(
+            collector.collect(QUESTIONS, 3, SAMPLING), collector.collect(QUESTIONS, 1, SAMPLING.at("evaluation"))
+        )
+
+    def seeds(engines):
+        return {request.seed for group in engines.values() for engine in group for part in engine.submits for request in part}
+
+    (trajectories, beside), engines = collect({"v": [verifier], "s": [rest]}, config=RolloutConfig(max_in_flight=5), take=both)
+    assert (len(trajectories), len(beside), most) == (12, 4, 5)
+    _, engines_alone = collect({"v": [verifier], "s": [rest]}, 3)
+    assert seeds(engines_alone) < seeds(engines)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_lockstep_gives_the_engines_the_same_batches_whatever_the_timing(replicas):
     verifier, rest = script()
