@@ -1,4 +1,4 @@
-"""`ModelSpec`: what a Hugging Face config says about a decoder-only model, in one plain dataclass."""
+"""`ModelSpec`: a decoder-only model as its Hugging Face config describes it, in one plain dataclass."""
 
 from dataclasses import dataclass
 

@@ -30,7 +30,7 @@ class DistReader:
 
     Raises (on construction):
         ConversionError: not such a checkpoint; a parameter that is missing, unknown or of another shape than the config
-            says, by its key; a data file that is missing or truncated.
+            asks for, by its key; a data file that is missing or truncated.
     """
 
     def __init__(self, folder: "str | Path", mapping: ModelMapping):
@@ -91,7 +91,7 @@ class DistReader:
         return [MemoryBlock(shape, dtype, target.reshape(-1).view(numpy.uint8).data)]
 
     def _whole_rows(self, key: str, chunk: StoredChunk, box: "_Box", rows: int) -> Block:
-        """The rows of a box that lie one after the other in its chunk."""
+        """A box whose rows are consecutive in its chunk."""
         block = self._block(key, chunk)
         first = 0  # row of the box in the chunk, all layers and experts below each other
         for dim in range(rows + 1):
@@ -159,7 +159,7 @@ class DistReader:
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a part of a tensor lies in the whole."""
+    """A part of a tensor by its position in the whole."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Blocks of rows, in a file or in memory: what is copied from checkpoint to checkpoint without being looked at."""
+"""Blocks of rows, in a file or in memory: bytes that are copied from checkpoint to checkpoint unchanged."""
 
 import errno
 import io
@@ -48,7 +48,7 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class FileBlock(Block):
-    """Rows that lie in a file, from byte `offset` on.  The file is open only while they are read."""
+    """Rows in a file, from byte `offset` on.  The file is open only while they are read."""
 
     path: Path
     offset: int
@@ -80,7 +80,7 @@ class FileBlock(Block):
         return memoryview(held)[before:]
 
     def shortened(self) -> ConversionError:
-        return ConversionError(f"{self.path} is shorter than its tensors; was it changed meanwhile?")
+        return ConversionError(f"{self.path} is shorter than its tensors; was it changed during the conversion?")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class BlockFile(io.FileIO):
         """Write a block to byte `at` of the file.
 
         Raises:
-            OSError: as the file system says it.
+            OSError: the file system's error.
             ConversionError: the block's file has become shorter.
         """
         if not isinstance(block, FileBlock):

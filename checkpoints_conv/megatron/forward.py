@@ -1,4 +1,4 @@
-"""Log-probs of a checkpoint in fp32, by transformers or by Megatron's own local layer spec, for comparing the two."""
+"""Log-probs of a checkpoint in fp32, by transformers or by Megatron, for comparing checkpoints."""
 
 import math
 import multiprocessing
@@ -25,7 +25,7 @@ SCORE_BYTES = 16  # of one attention score: eager attention holds it four times 
 def logprobs(folder: Path, config_folder: Path, tokens: Tensor, positions: Tensor) -> Tensor:
     """Log-probs over the vocabulary after some of the tokens, float32 [ways, n, vocab].
 
-    Runs in a process of its own: Megatron's state, and its stand-ins for CUDA, are global to a process.
+    Runs in a process of its own: Megatron's state and the patches of `cpu.install()` are global to a process.
 
     Args:
         folder: a Hugging Face folder or a Megatron distributed checkpoint.
