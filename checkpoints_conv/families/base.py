@@ -118,7 +118,9 @@ class Family:
     moe: bool = False  # every layer is a mixture of experts
     llama3_rope: bool = False  # the family comes with Llama 3 RoPE scaling
     fixed: dict[str, Any] = field(default_factory=dict)  # attributes that must have this value
-    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, in addition to `keys.READ` and those of `fixed`
+    also_read: tuple[
+        str, ...
+    ] = ()  # keys with a meaning in this family, in addition to `SIZES`, `keys.READ` and those of `fixed`
     neutral: dict[str, tuple] = field(default_factory=dict)  # exceptions from `keys.NEUTRAL`
 
     def model_spec(self, config: dict) -> ModelSpec:
@@ -174,7 +176,7 @@ class Family:
 
     def _check_keys(self, config: dict) -> None:
         defaults = {each.name: each.default for each in fields(config_class(self.model_type, self.config_class))}
-        check_unread_keys(config, self.architecture, (*self.fixed, *self.also_read), self.neutral, defaults)
+        check_unread_keys(config, self.architecture, (*SIZES, *self.fixed, *self.also_read), self.neutral, defaults)
         _check_layer_types(group(config, "layer_types", list))  # vLLM reads them for families for which transformers does not
 
     def _check_window(self, config: dict, understood: Any, max_position: int) -> None:

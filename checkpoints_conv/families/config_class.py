@@ -26,7 +26,7 @@ def config_class(model_type: str, name: str) -> type:
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
-    """The config object that transformers makes of the contents of a config.json, RoPE standardized as its models do it.
+    """The config object that transformers makes of the contents of a config.json, with RoPE standardized as its models do.
 
     Raises:
         ConversionError: transformers refuses the config; quotes its message, which names the key.

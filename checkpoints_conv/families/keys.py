@@ -10,11 +10,10 @@ from checkpoints_conv.families.values import shown
 
 logger = logging.getLogger(__name__)
 
-# Read from transformers' config object, or checked by `Family`, for every family.
+# Read from transformers' config object, or checked by `Family`, for every family, in addition to sizes.
 READ = set(
     """
-    architectures model_type hidden_size num_attention_heads num_key_value_heads num_hidden_layers head_dim intermediate_size
-    vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings hidden_act rope_parameters rope_scaling rope_theta
+    architectures model_type head_dim tie_word_embeddings rms_norm_eps hidden_act rope_parameters rope_scaling rope_theta
     original_max_position_embeddings layer_types
     """.split()
 )

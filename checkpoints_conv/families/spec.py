@@ -38,7 +38,7 @@ class ModelSpec:
         return self.kv_groups * self.head_dim
 
     def transformer_arguments(self) -> dict:
-        """The fields of Megatron's TransformerConfig that the model itself decides, whatever its layout and precision."""
+        """The fields of Megatron's TransformerConfig that depend on the model alone, not on layout or precision."""
         import torch.nn.functional as F
 
         experts = {}

@@ -90,7 +90,7 @@ class _Window(io.RawIOBase):
         return len(data)
 
     def content(self, start: int, length: int, beyond: int = 0) -> bytearray:
-        """Some of its bytes.
+        """Bytes [start, start + length).
 
         Args:
             beyond: bytes after them that must be there too.
@@ -145,11 +145,11 @@ def _description(value: Any) -> _Description:
     if isinstance(value, Made) and value.name == "_rebuild_parameter":
         value = value.arguments[0]
     if not isinstance(value, Made) or value.name != "_rebuild_tensor_v2" or any(value.arguments[6:]):  # e.g. a negated view
-        raise ValueError("it holds no plain tensor")
+        raise ValueError("it is not a plain tensor")
     storage, first, shape, strides = value.arguments[:4]
     numbers = [first, *shape, *strides]
     if any(type(number) is not int or not 0 <= number < 2**40 for number in numbers) or len(shape) != len(strides):
-        raise ValueError("it holds no plain tensor")
+        raise ValueError("it is not a plain tensor")
     if not isinstance(storage, Persistent):
         raise ValueError("it holds a tensor without a storage")
     kind, dtype, key, *_ = storage.identity

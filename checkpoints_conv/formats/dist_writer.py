@@ -1,6 +1,6 @@
 """A Megatron distributed checkpoint (`torch_dist`), copied into place while torch is still being imported.
 
-One file per unit, as `torch.distributed.checkpoint`'s FileSystemWriter makes of a rank's part.
+One file per unit, named as by `torch.distributed.checkpoint`'s FileSystemWriter.
 """
 
 import importlib

@@ -34,11 +34,11 @@ class Block(ABC):
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Self:
-        """Some of its rows."""
+        """Rows [first, first + count)."""
 
     @abstractmethod
     def read(self, start: int = 0, count: "int | None" = None) -> "bytearray | memoryview":
-        """Some of its bytes; without arguments, all.
+        """Bytes [start, start + count); without arguments, all.
 
         Raises:
             OSError: its file cannot be read.
@@ -142,7 +142,7 @@ class BlockFile(io.FileIO):
         return at + block.bytes <= self._left and same_bytes(block, FileBlock(block.shape, block.dtype, self._path, at))
 
     def put(self, data: "bytes | bytearray | memoryview", at: int) -> None:
-        """Write all of some bytes to byte `at` of the file, whatever their length."""
+        """Write all of `data` at byte `at` of the file."""
         view = memoryview(data)
         while view:
             done = os.pwrite(self.fileno(), view, at)

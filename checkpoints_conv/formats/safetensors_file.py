@@ -34,7 +34,7 @@ class TensorEntry:
 
 
 class SafetensorsWriter:
-    """One file, which gets its name when it is closed.
+    """One file, which gets its final name when it is closed.
 
     What an interrupted run left of it is compared, and only what differs is written.  Like `cp`, it leaves it to the
     operating system when the bytes reach the disk; a reader notices a truncated file.
@@ -75,7 +75,7 @@ class SafetensorsWriter:
                 self._file.copy(block, at)
             at += block.bytes
         if at != end:
-            raise ConversionError(f"{self.path}: {entry} came without its last {end - at} bytes")
+            raise ConversionError(f"{self.path}: {entry} lacks its last {end - at} bytes")
         self.missing.discard(name)
 
     def close(self) -> None:
