@@ -1,4 +1,7 @@
-"""The pickled `.metadata` of a `torch_dist` checkpoint, read without executing or importing anything that it names."""
+"""The pickled `.metadata` of a `torch_dist` checkpoint, read without executing or importing anything that it names.
+
+torch's FileSystemReader unpickles this file with `pickle.load`, which runs whatever code a foreign checkpoint names.
+"""
 
 import pickle
 from collections.abc import Iterator
