@@ -79,14 +79,14 @@ def side_files(megatron: Path, hf_files: Path | None) -> Path:
         if hf_files:
             raise ConversionError(f"--hf-files {hf_files} has no config.json")
         raise ConversionError(
-            f"{megatron} brings no config.json, as only checkpoints that to-megatron made do; name a folder with config.json "
+            f"{megatron} has no config.json, which only checkpoints made by to-megatron contain; name a folder with config.json "
             "and tokenizer (--hf-files)"
         )
     return side
 
 
 def _tensors(shard: list[TensorEntry], reader: DistReader, dtype: Dtype | None) -> Iterator[tuple[str, Iterable[Block]]]:
-    """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors lie in two shards is read for each."""
+    """The tensors of a shard, as blocks of rows.  A Megatron parameter whose HF tensors are in two shards is read for each."""
     wanted = {entry.name for entry in shard}
     for name, entry in reader.mapping.entries.items():
         if not wanted.isdisjoint(entry.hf):

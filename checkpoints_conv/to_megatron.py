@@ -52,7 +52,7 @@ def to_megatron(hf: Path, out: Path, dtype: Dtype | None = None, allow_pickle: b
 
 
 def _stored_dtypes(mapping: ModelMapping, folder: HfFolder) -> dict[str, Dtype]:
-    """The dtype of every Megatron parameter; one for all that lie under one key of the checkpoint.
+    """The dtype of every Megatron parameter; the same for all under one key of the checkpoint.
 
     Raises:
         ConversionError: names two HF tensors of one key whose dtypes differ.

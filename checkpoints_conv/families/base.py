@@ -72,7 +72,7 @@ MOE = (
     ),
 )
 
-# Keys that mark a checkpoint as something else than a plain text decoder, with what to say about them.
+# Keys of checkpoints that are not plain text decoders, and how the error describes those.
 FOREIGN = {
     "quantization_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
     "compression_config": "a quantized checkpoint; convert the original bf16 or fp32 weights",
@@ -103,10 +103,10 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: its HF architecture, its table, and what its configs may say.
+    """One model family: its HF architecture, its table, and what its configs may contain.
 
-    What a key means, and what its absence does, is asked of transformers' config class: `model_spec` reads the class's
-    attributes.  From the raw config.json it only tells which keys contradict each other or mean something else elsewhere.
+    transformers' config class decides what a key or its absence means: `model_spec` reads the attributes of that class.  The
+    raw config.json only shows which keys contradict each other or mean something else to other programs.
     """
 
     architecture: str  # HF architectures[0]
@@ -118,7 +118,9 @@ class Family:
     moe: bool = False  # every layer is a mixture of experts
     llama3_rope: bool = False  # the family comes with Llama 3 RoPE scaling
     fixed: dict[str, Any] = field(default_factory=dict)  # attributes that must have this value
-    also_read: tuple[str, ...] = ()  # keys with a meaning in this family, in addition to `keys.READ` and those of `fixed`
+    also_read: tuple[
+        str, ...
+    ] = ()  # keys with a meaning in this family, in addition to `SIZES`, `keys.READ` and those of `fixed`
     neutral: dict[str, tuple] = field(default_factory=dict)  # exceptions from `keys.NEUTRAL`
 
     def model_spec(self, config: dict) -> ModelSpec:
@@ -174,7 +176,7 @@ class Family:
 
     def _check_keys(self, config: dict) -> None:
         defaults = {each.name: each.default for each in fields(config_class(self.model_type, self.config_class))}
-        check_unread_keys(config, self.architecture, (*self.fixed, *self.also_read), self.neutral, defaults)
+        check_unread_keys(config, self.architecture, (*SIZES, *self.fixed, *self.also_read), self.neutral, defaults)
         _check_layer_types(group(config, "layer_types", list))  # vLLM reads them for families for which transformers does not
 
     def _check_window(self, config: dict, understood: Any, max_position: int) -> None:
@@ -183,9 +185,9 @@ class Family:
         window = getattr(understood, "sliding_window", None)
         if window is not None and not window >= max_position:
             absent = f"no sliding_window, for which transformers takes {window}"
-            said = f"sliding_window={window}" if "sliding_window" in config else absent
+            given = f"sliding_window={window}" if "sliding_window" in config else absent
             raise ConversionError(
-                f"config.json has {said}: attention within a window smaller than max_position_embeddings={max_position} is not "
+                f"config.json has {given}: attention within a window smaller than max_position_embeddings={max_position} is not "
                 "supported; if the model has no window, write sliding_window: null"
             )
 
@@ -213,7 +215,7 @@ class Family:
         return theta, positive(rope, "factor")
 
     def _check_one_rope(self, config: dict, rope: dict) -> None:
-        """transformers and vLLM read the same RoPE, wherever in the config.json it stands."""
+        """transformers and vLLM read the same RoPE, wherever it is in the config.json."""
         scaling, parameters = group(config, "rope_scaling", dict), group(config, "rope_parameters", dict)
         if scaling and parameters:
             alone = [
@@ -273,7 +275,7 @@ def _check_layer_types(kinds: list) -> None:
 
 
 def _check_sizes(config: dict) -> None:
-    """Sizes that stand in a config.json, before transformers makes lists of that length or divides by them."""
+    """Check the sizes in a config.json before transformers makes lists of that length or divides by them."""
     most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "num_local_experts": MAX_EXPERTS}
     for key in (*SIZES, "head_dim", *EXPERTS, "num_local_experts"):
         if config.get(key) is not None and key != "norm_topk_prob":

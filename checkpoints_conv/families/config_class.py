@@ -1,4 +1,4 @@
-"""What a config.json says to transformers, absent keys included: the attributes of its own config class."""
+"""What a config.json means to transformers, absent keys included: the attributes of transformers' own config class."""
 
 import copy
 import importlib
@@ -26,10 +26,10 @@ def config_class(model_type: str, name: str) -> type:
 
 
 def transformers_config(model_type: str, name: str, config: dict) -> Any:
-    """The config object that transformers makes of the contents of a config.json, RoPE standardized as its models do it.
+    """The config object that transformers makes of the contents of a config.json, with RoPE standardized as its models do.
 
     Raises:
-        ConversionError: transformers refuses the config; its words, which name the key.
+        ConversionError: transformers refuses the config; quotes its message, which names the key.
     """
     kind = config_class(model_type, name)
     values = {key: copy.deepcopy(value) for key, value in config.items() if key not in UNUSED}
@@ -37,14 +37,14 @@ def transformers_config(model_type: str, name: str, config: dict) -> Any:
         try:
             made = kind(**values)
             made.standardize_rope_params()
-        except Exception as error:  # whatever foreign code makes of a foreign file is a refusal of that file
+        except Exception as error:  # any failure of their code on this file is a refusal of the file
             raise ConversionError(f"transformers' {name} refuses this config.json: {' '.join(str(error).split())}") from error
     return made
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of transformers': what it warns of is refused here, by name."""
+    """Silence transformers' warnings: what it warns of is refused here, by name."""
     log = logging.getLogger("transformers")
     before, log.disabled = log.disabled, True
     try:
@@ -54,9 +54,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _import_without_torch(module: str) -> ModuleType:
-    """A module of transformers that knows of no torch; what others import of transformers, before or afterwards, is whole.
+    """A module of transformers, imported as if torch were not installed; other imports of transformers are unaffected.
 
-    With torch in reach, a config's module takes four times as long: it brings model code and scikit-learn along.
+    Where torch can be imported, a config's module takes four times as long: it also imports model code and scikit-learn.
     """
     if module not in _private:
         torch, advice = sys.modules.get("torch", _ABSENT), os.environ.get(ADVICE, _ABSENT)

@@ -36,11 +36,11 @@ class Rule:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def groups(self, spec: ModelSpec) -> int:
-        """The whole Megatron parameter is this many groups, one below the other, each with the same rows of every HF tensor."""
+        """The whole Megatron parameter is this many groups of rows, each with the same number of rows of every HF tensor."""
         return 1
 
     def bands(self, spec: ModelSpec) -> list[tuple[int, int, int]]:
-        """The whole Megatron parameter as rows of HF tensors, one band below the other: (HF tensor, first row, rows).
+        """The whole Megatron parameter as consecutive rows of HF tensors: (HF tensor, first row, rows).
 
         The bands of one HF tensor are in the order of its rows.
         """

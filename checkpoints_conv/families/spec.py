@@ -1,4 +1,4 @@
-"""`ModelSpec`: what a Hugging Face config says about a decoder-only model, in one plain dataclass."""
+"""`ModelSpec`: a decoder-only model as its Hugging Face config describes it, in one plain dataclass."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class ModelSpec:
         return self.kv_groups * self.head_dim
 
     def transformer_arguments(self) -> dict:
-        """The fields of Megatron's TransformerConfig that the model itself decides, whatever its layout and precision."""
+        """The fields of Megatron's TransformerConfig that depend on the model alone, not on layout or precision."""
         import torch.nn.functional as F
 
         experts = {}

@@ -32,7 +32,7 @@ def complete(folder: Path, units: Sequence[Sequence[Chunk]], objects: Sequence[s
     """Complete the checkpoint in `folder`, whose chunks have their bytes in place.
 
     Args:
-        units: chunks by the file that they lie in.
+        units: chunks by file.
         objects: keys of the `_extra_state` objects.
     """
     results: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
@@ -82,10 +82,10 @@ def frame(chunk: Chunk) -> tuple[bytes, bytes]:
     Raises:
         ConversionError: this version of torch writes more than there is room for.
     """
-    tensor = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))  # its memory is never touched
+    tensor = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))  # its memory is never used
     file = _Frame(tensor)
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # torch.load never looks at them, and they take as long as the copy
+    torch.serialization.set_crc32_options(False)  # torch.load ignores them, and computing them takes as long as the copy
     try:
         torch.save(tensor, cast(IO[bytes], file))
     finally:

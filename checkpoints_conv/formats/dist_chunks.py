@@ -1,7 +1,7 @@
 """The chunks of a `torch_dist` checkpoint, as blocks of its files.
 
 A chunk is one tensor as torch.save wrote it: a zip archive inside a larger file, the tensor's bytes stored in it
-uncompressed.  Finding those bytes spares reading them into memory only to write them out again.
+uncompressed.  Finding those bytes avoids reading them into memory only to write them out again.
 """
 
 import io
@@ -24,7 +24,7 @@ from checkpoints_conv.formats.row_blocks import Block, FileBlock, MemoryBlock, r
 DAMAGE = (ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)
 LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name and its extra field
 STORAGES = {"FloatStorage": Dtype.F32, "HalfStorage": Dtype.F16, "BFloat16Storage": Dtype.BF16}
-MAX_DESCRIPTION = 2**16  # bytes of the pickle beside a tensor's storage
+MAX_DESCRIPTION = 2**16  # bytes of the pickle that describes a tensor
 
 
 def stored_block(path: Path, offset: int, length: int, dtype: Dtype, shape: tuple[int, ...]) -> Block:
@@ -90,7 +90,7 @@ class _Window(io.RawIOBase):
         return len(data)
 
     def content(self, start: int, length: int, beyond: int = 0) -> bytearray:
-        """Some of its bytes.
+        """Bytes [start, start + length).
 
         Args:
             beyond: bytes after them that must be there too.
@@ -104,13 +104,13 @@ class _Window(io.RawIOBase):
 
 
 def _start(window: _Window, info: zipfile.ZipInfo) -> int:
-    """Where an entry's bytes begin: zipfile tells where its header does."""
+    """Where an entry's bytes begin; zipfile only gives its header's offset."""
     header = window.content(info.header_offset, LOCAL_HEADER)
     return info.header_offset + LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
 def _entry(window: _Window, info: zipfile.ZipInfo, most: int) -> bytes:
-    """The bytes of a stored entry; zipfile would hold them against a checksum that torch may leave out."""
+    """The bytes of a stored entry; zipfile would check a checksum that torch may leave out."""
     if info.file_size > most:
         raise ValueError(f"{info.filename} has {info.file_size} bytes")
     return bytes(window.content(_start(window, info), info.file_size))
@@ -126,7 +126,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Description:
-    """What a tensor's pickle says of it; strides are in elements, `first` and `last` are of its storage."""
+    """A tensor as its pickle describes it; strides are in elements, `first` and `last` are element numbers of its storage."""
 
     dtype: Dtype
     first: int
@@ -145,11 +145,11 @@ def _description(value: Any) -> _Description:
     if isinstance(value, Made) and value.name == "_rebuild_parameter":
         value = value.arguments[0]
     if not isinstance(value, Made) or value.name != "_rebuild_tensor_v2" or any(value.arguments[6:]):  # e.g. a negated view
-        raise ValueError("it holds no plain tensor")
+        raise ValueError("it is not a plain tensor")
     storage, first, shape, strides = value.arguments[:4]
     numbers = [first, *shape, *strides]
     if any(type(number) is not int or not 0 <= number < 2**40 for number in numbers) or len(shape) != len(strides):
-        raise ValueError("it holds no plain tensor")
+        raise ValueError("it is not a plain tensor")
     if not isinstance(storage, Persistent):
         raise ValueError("it holds a tensor without a storage")
     kind, dtype, key, *_ = storage.identity

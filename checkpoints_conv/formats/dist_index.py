@@ -1,4 +1,7 @@
-"""The pickled `.metadata` of a `torch_dist` checkpoint, read without executing or importing anything that it names."""
+"""The pickled `.metadata` of a `torch_dist` checkpoint, read without executing or importing anything that it names.
+
+torch's FileSystemReader unpickles this file with `pickle.load`, which runs whatever code a foreign checkpoint names.
+"""
 
 import pickle
 from collections.abc import Iterator
@@ -28,7 +31,7 @@ class StoredChunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    where: Where | None  # None: the metadata does not say
+    where: Where | None  # None: not in the metadata
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
     where: dict[tuple[str, tuple[int, ...]], Where] = {}
     for index, info in stored_index["storage_data"].items():
         index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        if index.get("offset") is not None:  # of a tensor; what is None may be left out
+        if index.get("offset") is not None:  # a tensor's; pickled state may omit fields that are None
             key, file = index["fqn"], info["relative_path"]
             start, length = _numbers([info["offset"], info["length"]])
             if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:

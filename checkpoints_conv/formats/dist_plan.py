@@ -1,6 +1,6 @@
-"""How a Megatron distributed checkpoint is cut into chunks and files, independent of any layout: a reader picks its part.
+"""How a Megatron distributed checkpoint is cut into chunks and files, independent of any layout.
 
-A chunk is what torch.save makes of one tensor: an archive with a frame before and after the tensor's bytes.  Where the
+A chunk is one tensor as torch.save writes it: an archive with a frame before and after the tensor's bytes.  Where the
 bytes go is planned; the frames follow from them (`dist_archive`) and get `FRAME_BYTES` on either side.
 """
 
@@ -36,7 +36,7 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: Dtype
-    pieces: tuple[Piece, ...]  # one below the other
+    pieces: tuple[Piece, ...]  # stacked along the rows
     file: str
     start: int  # of its bytes in the file
 
@@ -50,7 +50,7 @@ class Chunk:
 
 
 def plan_units(mapping: ModelMapping, dtypes: Mapping[str, Dtype]) -> list[list[Chunk]]:
-    """All chunks of a model's checkpoint, those of one file together and in order.
+    """All chunks of a model's checkpoint, grouped by file, in file order.
 
     Args:
         dtypes: of the Megatron parameters by their global names.

@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint (`torch_dist`), read one parameter at a time, whatever layout wrote it."""
+"""A Megatron distributed checkpoint (`torch_dist`), read one parameter at a time, from any layout."""
 
 import math
 import re
@@ -26,11 +26,11 @@ def is_dist_checkpoint(folder: "str | Path") -> bool:
 
 
 class DistReader:
-    """The model parameters of a checkpoint; optimizer and other state in it is left alone.
+    """The model parameters of a checkpoint; optimizer and other state is ignored.
 
     Raises (on construction):
         ConversionError: not such a checkpoint; a parameter that is missing, unknown or of another shape than the config
-            says, by its key; a data file that is missing or truncated.
+            asks for, by its key; a data file that is missing or truncated.
     """
 
     def __init__(self, folder: "str | Path", mapping: ModelMapping):
@@ -67,7 +67,7 @@ class DistReader:
         yield from zip(entry.hf, blocks, strict=True)
 
     def _rows(self, name: str) -> list[Block]:
-        """A whole parameter, without vocabulary padding, as blocks of rows one below the other."""
+        """A whole parameter, without vocabulary padding, as blocks of rows in order."""
         place, dtype = self.places[name], self.dtype(name)
         shape = self.mapping.entry(name).rule.megatron_shape(self.mapping.spec)
         wanted = _Box((*place.index, *[0] * len(shape)), (*[1] * len(place.index), *shape))
@@ -91,9 +91,9 @@ class DistReader:
         return [MemoryBlock(shape, dtype, target.reshape(-1).view(numpy.uint8).data)]
 
     def _whole_rows(self, key: str, chunk: StoredChunk, box: "_Box", rows: int) -> Block:
-        """The rows of a box that lie one after the other in its chunk."""
+        """A box whose rows are consecutive in its chunk."""
         block = self._block(key, chunk)
-        first = 0  # row of the box in the chunk, all layers and experts below each other
+        first = 0  # row of the box in the chunk, with all layers and experts stacked
         for dim in range(rows + 1):
             first = first * chunk.sizes[dim] + box.offsets[dim] - chunk.offsets[dim]
         below = math.prod(chunk.sizes[: rows + 1])
@@ -159,7 +159,7 @@ class DistReader:
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a part of a tensor lies in the whole."""
+    """A part of a tensor by its position in the whole."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,6 +1,6 @@
 """A Megatron distributed checkpoint (`torch_dist`), copied into place while torch is still being imported.
 
-One file per unit, as `torch.distributed.checkpoint`'s FileSystemWriter makes of a rank's part.
+One file per unit, named as by `torch.distributed.checkpoint`'s FileSystemWriter.
 """
 
 import importlib
@@ -37,9 +37,9 @@ class DistWriter:
         Args:
             advance: called with the bytes of each chunk, from any thread.
         """
-        with ThreadPoolExecutor(1) as aside:
-            # Importing torch and its checkpoint package takes seconds; the system copies gigabytes meanwhile.
-            archive = aside.submit(importlib.import_module, "checkpoints_conv.formats.dist_archive")
+        with ThreadPoolExecutor(1) as background:
+            # Importing torch and its checkpoint package takes seconds; the operating system copies gigabytes in that time.
+            archive = background.submit(importlib.import_module, "checkpoints_conv.formats.dist_archive")
             run_parallel(self._place, self.units, advance)
             archive.result().complete(self.folder, self.units, self.objects)
 

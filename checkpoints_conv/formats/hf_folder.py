@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConversionError(f"{path} holds no JSON object")
+        raise ConversionError(f"{path} is not a JSON object")
     return value
 
 
@@ -77,7 +77,7 @@ class HfFolder:
             raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}{remedy}")
         whole, index_name = (PICKLED_WEIGHTS, PICKLED_INDEX) if pickled else (WEIGHTS, INDEX)
         if (self.folder / whole).is_file() and (self.folder / index_name).is_file():
-            raise ConversionError(f"{self.folder} has both {whole} and {index_name}; remove the one that is not meant")
+            raise ConversionError(f"{self.folder} has both {whole} and {index_name}; remove one of them")
         index = self._read_index(index_name)
         for shard in sorted(set(index.values())) if index is not None else [whole]:
             self._add_pickled(shard) if pickled else self._add_safetensors(shard)
@@ -101,7 +101,7 @@ class HfFolder:
         return self._block[self.file_of[name]](name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, backed by the mapped file: its pages are read on use and are not anonymous memory.
+        """A tensor, mapped from its file: pages are read on use and are not anonymous memory.
 
         Raises:
             ConversionError: no such tensor.

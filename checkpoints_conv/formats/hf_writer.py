@@ -1,4 +1,4 @@
-"""Hugging Face folders on the way out: shards of bounded size, their index, and the files next to the weights."""
+"""Writing Hugging Face folders: shards of bounded size, their index, and the files next to the weights."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from checkpoints_conv.formats.safetensors_file import TensorEntry
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a folder holds next to its weights, by file name in lower case: config, generation config, tokenizer, chat templates,
-# and what tells people about the model and its license.
+# model card and license.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -69,7 +69,7 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
 
 
 def copy_side_files(source: Path, target: Path, dtype: Dtype | None = None) -> None:
-    """Copy config, generation config, tokenizer, chat templates and license; name what else there is next to the weights.
+    """Copy config, generation config, tokenizer, chat templates and license; print the names of files that are left out.
 
     Args:
         dtype: of the weights next to them; config.json is rewritten if it names another.

@@ -23,7 +23,7 @@ class Named:
 
 @dataclass(eq=False)
 class Made:
-    """What a pickle says to make: by what, from what, and what it is given afterwards."""
+    """An object that a pickle would construct: the callable, its arguments, and the state set afterwards."""
 
     by: Any
     arguments: tuple
@@ -136,7 +136,7 @@ def _named(module: Any, name: Any) -> Named:
 
 
 def _marked(stack: list) -> list:
-    """What lies above the last mark, taken off with it."""
+    """Pop everything above the last mark, and the mark."""
     at = len(stack) - 1
     while stack[at] is not MARK:
         at -= 1

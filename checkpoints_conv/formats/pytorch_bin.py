@@ -19,11 +19,11 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     """
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError:  # torch's text advises to leave weights_only out
+    except pickle.UnpicklingError:  # torch's message advises turning weights_only off
         raise ConversionError(f"{path} holds more than tensors, which is never unpickled") from None
     except (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise ConversionError(f"{path} is truncated or damaged: {said}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConversionError(f"{path} is truncated or damaged: {reason}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) and isinstance(tensors[name], Tensor) for name in tensors):
         raise ConversionError(f"{path} is not a state dict: it must hold tensors by name")
     for name, tensor in tensors.items():

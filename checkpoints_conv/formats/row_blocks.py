@@ -1,4 +1,4 @@
-"""Blocks of rows, in a file or in memory: what is copied from checkpoint to checkpoint without being looked at."""
+"""Blocks of rows, in a file or in memory: bytes that are copied from checkpoint to checkpoint unchanged."""
 
 import errno
 import io
@@ -34,11 +34,11 @@ class Block(ABC):
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Self:
-        """Some of its rows."""
+        """Rows [first, first + count)."""
 
     @abstractmethod
     def read(self, start: int = 0, count: "int | None" = None) -> "bytearray | memoryview":
-        """Some of its bytes; without arguments, all.
+        """Bytes [start, start + count); without arguments, all.
 
         Raises:
             OSError: its file cannot be read.
@@ -48,7 +48,7 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class FileBlock(Block):
-    """Rows that lie in a file, from byte `offset` on.  The file is open only while they are read."""
+    """Rows in a file, from byte `offset` on.  The file is open only while they are read."""
 
     path: Path
     offset: int
@@ -80,7 +80,7 @@ class FileBlock(Block):
         return memoryview(held)[before:]
 
     def shortened(self) -> ConversionError:
-        return ConversionError(f"{self.path} is shorter than its tensors; was it changed meanwhile?")
+        return ConversionError(f"{self.path} is shorter than its tensors; was it changed during the conversion?")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class BlockFile(io.FileIO):
         return at + block.bytes <= self._left and same_bytes(block, FileBlock(block.shape, block.dtype, self._path, at))
 
     def put(self, data: "bytes | bytearray | memoryview", at: int) -> None:
-        """Write all of some bytes to byte `at` of the file, whatever their length."""
+        """Write all of `data` at byte `at` of the file."""
         view = memoryview(data)
         while view:
             done = os.pwrite(self.fileno(), view, at)
@@ -152,7 +152,7 @@ class BlockFile(io.FileIO):
         """Write a block to byte `at` of the file.
 
         Raises:
-            OSError: as the file system says it.
+            OSError: the file system's error.
             ConversionError: the block's file has become shorter.
         """
         if not isinstance(block, FileBlock):

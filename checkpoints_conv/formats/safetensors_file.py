@@ -1,6 +1,6 @@
-"""Safetensors files: where their tensors lie, and a writer that takes them in any order, block by block.
+"""Safetensors files: the positions of their tensors, and a writer that takes them in any order, block by block.
 
-The safetensors library writes a file from a dict of all its tensors, and does not tell offsets.  The format
+The safetensors library writes a file from a dict of all its tensors, and does not expose offsets.  The format
 (https://github.com/huggingface/safetensors) is a little-endian uint64 header length, a JSON header of dtypes, shapes and
 offsets, and the tensors' bytes.
 """
@@ -34,7 +34,7 @@ class TensorEntry:
 
 
 class SafetensorsWriter:
-    """One file, which gets its name when it is closed.
+    """One file, which gets its final name when it is closed.
 
     What an interrupted run left of it is compared, and only what differs is written.  Like `cp`, it leaves it to the
     operating system when the bytes reach the disk; a reader notices a truncated file.
@@ -42,7 +42,7 @@ class SafetensorsWriter:
     Raises:
         ConversionError: a tensor that is not of `entries`, or of another shape or dtype; one that was never written;
                 `Block.read`.
-        OSError: as the file system says it.
+        OSError: the file system's error.
     """
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]):
@@ -65,7 +65,7 @@ class SafetensorsWriter:
         """Write one tensor, given as blocks of its rows (a single block: the whole tensor)."""
         entry = self._entries.get(name)
         if entry is None:
-            raise ConversionError(f"{self.path}: {name!r} was not announced")
+            raise ConversionError(f"{self.path}: {name!r} is not one of the file's entries")
         at = self._offsets[name]
         end = at + entry.bytes
         for block in blocks:
@@ -75,7 +75,7 @@ class SafetensorsWriter:
                 self._file.copy(block, at)
             at += block.bytes
         if at != end:
-            raise ConversionError(f"{self.path}: {entry} came without its last {end - at} bytes")
+            raise ConversionError(f"{self.path}: {entry} lacks its last {end - at} bytes")
         self.missing.discard(name)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class SafetensorsWriter:
 
 
 def read_blocks(path: Path, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, Dtype]) -> dict[str, FileBlock]:
-    """Where tensors lie in a file that the safetensors library has found in order.
+    """The tensors of a file that the safetensors library has checked, as blocks of it.
 
     Args:
         shapes, dtypes: of those tensors, as the library reports them.

@@ -1,4 +1,4 @@
-"""A folder that is written under `<name>.incomplete`, can be taken up again, and gets its name when it is complete."""
+"""A folder that is written under `<name>.incomplete`, can be resumed, and gets its final name when it is complete."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ class Staging:
                     f"{self.folder} holds an interrupted conversion of another source or with other settings; remove it"
                 )
             if written:
-                print(f"going on with {self.folder}; what is there is compared with the source", file=sys.stderr)
+                print(f"resuming {self.folder}: what is already written is compared with the source", file=sys.stderr)
             missing = needed_bytes - sum(path.stat().st_size for path in written if path.is_file())
             free = shutil.disk_usage(self.folder).free
             if missing > free:
@@ -61,11 +61,11 @@ class Staging:
     def writing(self) -> Iterator[Path]:
         """The folder to write to.
 
-        What was written when the file system fails, or the user stops it, is kept for the next run.  A source that turns out
-        to be damaged must be fixed or replaced first, and then nothing of it could be used: the folder is removed.
+        After an I/O error or Ctrl-C, what was written is kept for the next run.  After a ConversionError the source must be
+        replaced first, so nothing could be reused: the folder is removed.
 
         Raises:
-            ConversionError: names the file and what the file system said.
+            ConversionError: names the file and quotes the file system's error.
         """
         kept = f"; what is complete was kept in {self.folder}: run the same command again to continue from there"
         with self._lock, _explained(self.folder, kept):
@@ -94,7 +94,7 @@ class Staging:
         path = self.folder / JOB
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # not one of ours
+        except (FileNotFoundError, ValueError):  # not written by this class
             return None
 
 
@@ -118,7 +118,7 @@ def check_unchanged(folder: Path, before: dict[str, list[int]]) -> None:
     """Compare a source with its `fingerprint` of the beginning.
 
     Raises:
-        ConversionError: names the files that have changed meanwhile.
+        ConversionError: names the files that have changed.
     """
     now = fingerprint(folder)
     changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]

@@ -34,9 +34,9 @@ def tensor_of(block: Block) -> Tensor:
 
 
 def mapped_tensor(block: Block) -> Tensor:
-    """A block as a tensor that is backed by its mapped file, if it lies in one: what is not used is not read.
+    """A block as a tensor that is backed by its mapped file, if it is in one: only pages that are used are read.
 
-    Whoever shortens the file while the tensor is in use ends the process.
+    If the file is shortened while the tensor is in use, the process is killed (SIGBUS).
 
     Raises:
         OSError, ConversionError: see `FileBlock.mapped`.
@@ -109,7 +109,7 @@ def megatron_shard(
         The shard; it may share memory with what `get_hf` returned.
 
     Raises:
-        ConversionError: an HF tensor has another shape than the config says, or cannot be cut in `tp_size`.
+        ConversionError: an HF tensor has another shape than the config asks for, or cannot be cut into `tp_size`.
     """
     entry, spec = mapping.entry(name), mapping.spec
     pieces = []
@@ -136,7 +136,7 @@ def hf_tensors(mapping: ModelMapping, name: str, shards: Sequence[Tensor]) -> li
         (HF name, tensor) pairs; vocabulary padding is cut off.
 
     Raises:
-        ConversionError: the result has another shape than the config says.
+        ConversionError: the result has another shape than the config asks for.
     """
     entry, spec = mapping.entry(name), mapping.spec
     dim = entry.rule.tp_dim
@@ -162,6 +162,6 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def _cut(tensor: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
     if tensor.shape[dim] % size:
-        raise ConversionError(f"{name}: dimension {dim} of {tuple(tensor.shape)} cannot be cut in {size} equal pieces")
+        raise ConversionError(f"{name}: dimension {dim} of {tuple(tensor.shape)} cannot be cut into {size} equal pieces")
     length = tensor.shape[dim] // size
     return tensor.narrow(dim, rank * length, length)

@@ -1,8 +1,8 @@
-"""Where a parameter lies in a Megatron distributed checkpoint (`torch_dist`): key, shape and place in the key's tensor.
+"""The place of a parameter in a Megatron distributed checkpoint (`torch_dist`): its key, and its index in the key's tensor.
 
 Megatron stacks the layers of a homogeneous model under one key per parameter, [layers, …] or [layers, experts, …];
 `singleton` checkpoints (metadata non_homogeneous_layers) keep one key per layer.  Every linear and every Transformer
-Engine norm has an `_extra_state` object beside its weights; without FP8 it is an empty byte tensor.
+Engine norm has an `_extra_state` object next to its weights; without FP8 it is an empty byte tensor.
 """
 
 import re
@@ -46,7 +46,7 @@ def place_of(name: str, mapping: ModelMapping, per_layer: bool = False) -> Place
 
 
 def local_spec_key(key: str) -> str:
-    """The key under which a model of the local layer spec files a parameter.
+    """The key under which a model of the local layer spec stores a parameter.
 
     Only the MLP norm of a mixture of experts has another one than under the Transformer Engine spec: that of dense models.
     """
@@ -54,7 +54,7 @@ def local_spec_key(key: str) -> str:
 
 
 def extra_state_keys(mapping: ModelMapping) -> Iterator[str]:
-    """Keys of the `_extra_state` objects that a model of either layer spec asks a stacked checkpoint for."""
+    """Keys of the `_extra_state` objects that a model of either layer spec loads from a stacked checkpoint."""
     seen = set()
     for name in mapping.megatron_names():
         module = name.rpartition(".")[0]

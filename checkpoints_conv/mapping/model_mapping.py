@@ -1,7 +1,7 @@
 """`ModelMapping`: names and shapes of one model on both sides, expanded from its family's table.
 
 Megatron names here are *global* (layer and expert numbers count over all pipeline and expert-parallel ranks) and are
-those of the Transformer Engine layer spec; `canonical_name` brings a live module's name to that form.
+those of the Transformer Engine layer spec; `canonical_name` converts a live module's name to that form.
 """
 
 import re
@@ -123,7 +123,7 @@ def _expand(spec: ModelSpec) -> Iterator[tuple[str, Entry]]:
 
 
 def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """What to say of an HF tensor whose shape contradicts the config."""
+    """The message for an HF tensor whose shape contradicts the config."""
     return f"{name} is {list(got)}, the config asks for {list(expected)}"
 
 

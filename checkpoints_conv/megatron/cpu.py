@@ -1,10 +1,10 @@
-"""What Megatron-Core 0.16 needs of CUDA, answered by the CPU.
+"""The CUDA calls that Megatron-Core 0.16 makes unconditionally, redirected to the CPU.
 
 `install()` is called once in a process, before Megatron's groups and models are made.  Where a CUDA device is
 present it changes nothing.  Elsewhere it redirects, for this process only, the CUDA calls that Megatron makes
 unconditionally: the current device, moves to the device, factory calls with `device="cuda"`, streams and
 synchronization, the CUDA random state, and the `torch.cuda.*Tensor` type names that its optimizers compare.  Functions
-that Megatron compiles for speed run as they are: compiling them on a CPU takes longer than they do, and a compiler.
+that Megatron compiles for speed run as they are: on a CPU, compiling them takes longer than running them, and needs a compiler.
 """
 
 import functools

@@ -110,7 +110,7 @@ def _write_stage(tensors: Iterator[tuple[str, Tensor]], shards: list[list[Tensor
 
 
 def _experts(live: LiveParameter, shards: list[Tensor], mapping: ModelMapping) -> Iterator[tuple[str, Tensor]]:
-    """The experts that stand at the same place on every expert-parallel rank."""
+    """The experts with the same local number on every expert-parallel rank."""
     group = parallel_state.get_expert_model_parallel_group()
     names = _published(live, mapping)
     gathered = [_all_gather(shard, len(names), group) for shard in shards]  # [tensor rank][expert rank]
@@ -119,7 +119,7 @@ def _experts(live: LiveParameter, shards: list[Tensor], mapping: ModelMapping) -
 
 
 def _published(live: LiveParameter, mapping: ModelMapping) -> list[str]:
-    """Global Megatron names that a local parameter stands for: itself, or one expert of every expert-parallel rank."""
+    """Global Megatron names that a local parameter is gathered for: its own, or one expert of every expert-parallel rank."""
     if not live.expert:
         return [live.name]
     ranks = parallel_state.get_expert_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""Log-probs of a checkpoint in fp32, by transformers or by Megatron's own local layer spec, for comparing the two."""
+"""Log-probs of a checkpoint in fp32, by transformers or by Megatron, for comparing checkpoints."""
 
 import math
 import multiprocessing
@@ -25,7 +25,7 @@ SCORE_BYTES = 16  # of one attention score: eager attention holds it four times 
 def logprobs(folder: Path, config_folder: Path, tokens: Tensor, positions: Tensor) -> Tensor:
     """Log-probs over the vocabulary after some of the tokens, float32 [ways, n, vocab].
 
-    Runs in a process of its own: Megatron's state, and its stand-ins for CUDA, are global to a process.
+    Runs in a process of its own: Megatron's state and the patches of `cpu.install()` are global to a process.
 
     Args:
         folder: a Hugging Face folder or a Megatron distributed checkpoint.
@@ -58,79 +58,16 @@ def sample_tokens(vocab: int, count: int) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def build_model(spec: ModelSpec, layers: Any = None, initialize: bool = False, **overrides: Any) -> list:
-    """This rank's fp32 GPTModel chunks, in the layout of Megatron's parallel state.
-
-    Without CUDA, `checkpoints_conv.megatron.cpu.install()` must have been called.
-
-    Args:
-        layers: Megatron layer spec; None: the local one.
-        initialize: parameters start random; otherwise unset, for a checkpoint to fill.
-        overrides: fields of TransformerConfig.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    experts = {}
-    if spec.experts:
-        experts = {
-            "moe_token_dispatcher_type": "alltoall",
-            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        }
-    config = TransformerConfig(
-        **spec.transformer_arguments(),
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=chunks,
-        pipeline_dtype=torch.float32,
-        perform_initialization=initialize,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        **experts,
-        **overrides,
-    )
-    if layers is None:
-        layers = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
-    return [
-        GPTModel(
-            config=config,
-            transformer_layer_spec=layers,
-            vocab_size=spec.padded_vocab(tensor),
-            max_sequence_length=spec.max_position,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=spec.tied,
-            position_embedding_type="rope",
-            rotary_base=spec.rope_theta,
-            rope_scaling=spec.rope_scaling_factor is not None,
-            rope_scaling_factor=spec.rope_scaling_factor or 1.0,
-            vp_stage=stage,
-            parallel_output=False,
-        )
-        for stage in (range(chunks) if chunks else [None])
-    ]
-
-
 def model_logprobs(model: Any, spec: ModelSpec, tokens: Tensor, positions: "Tensor | slice" = slice(None)) -> Tensor:
     """Log-probs of a GPTModel that is whole on this pipeline stage, after the tokens at `positions`, float32 [n, vocab]."""
-    count = len(tokens)
-    mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]  # True: hidden
+    count, device = len(tokens), next(model.parameters()).device
+    mask = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)[None, None]  # True: hidden
     # Logits of all positions would take more memory than all the rest.
     hook = model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions], *inputs[1:]))
     with torch.no_grad():
-        logits = model.eval()(tokens[None], torch.arange(count)[None], mask)
+        logits = model.eval()(tokens[None].to(device), torch.arange(count, device=device)[None], mask)
     hook.remove()
-    return logits[0, :, : spec.vocab].float().log_softmax(-1)
+    return logits[0, :, : spec.vocab].float().log_softmax(-1).cpu()
 
 
 def load_dist_checkpoint(chunks: list, folder: Path) -> None:
@@ -162,6 +99,7 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], pos
     from megatron.core import parallel_state, tensor_parallel
 
     from checkpoints_conv.megatron import cpu
+    from checkpoints_conv.megatron.model import build_model, transformer_config
 
     cpu.install()
     spec = family_of(config := read_config(config_folder)).model_spec(config)
@@ -171,7 +109,7 @@ def _megatron_logprobs(folder: Path, config_folder: Path, tokens: list[int], pos
         )
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        chunks = build_model(spec)
+        chunks = build_model(spec, transformer_config(spec, perform_initialization=False), parallel_output=False)
         load_dist_checkpoint(chunks, folder)
         result = model_logprobs(chunks[0], spec, torch.tensor(tokens), torch.tensor(positions))[None].numpy()
         torch.distributed.destroy_process_group()

@@ -19,7 +19,7 @@ def load_hf_weights(model_chunks: list, hf_dir: "str | Path", spec: ModelSpec) -
     """Set every local parameter from an HF folder; collective over the pipeline and expert-parallel groups.
 
     Each rank reads only what it holds.  The embedding is zero-padded to the model's padded vocabulary, and a tied
-    model's last stage gets its copy.  An optimizer that exists already must be told with `reload_model_params()`.
+    model's last stage gets its copy.  If an optimizer exists, call its `reload_model_params()` afterwards.
 
     Args:
         model_chunks: this rank's GPTModel chunks, inside an initialized Megatron process.

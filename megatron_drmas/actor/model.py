@@ -1,13 +1,14 @@
 """A policy's Megatron-Core model: from a `ModelSpec` to this rank's wrapped GPTModel."""
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.megatron.model import build_model, transformer_config
 from megatron_drmas.actor.fp8_emulation import emulate_fp8
 from megatron_drmas.actor.local_layers import ChosenTokensLayer, local_block_spec
 from megatron_drmas.actor.precision import DTYPES, fp8_arguments
@@ -17,7 +18,7 @@ from megatron_drmas.kernels.gather import take_rows
 from megatron_drmas.kernels.token_logprob import linear_token_logprobs
 
 
-def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerConfig:
+def policy_config(spec: ModelSpec, settings: ActorSettings) -> TransformerConfig:
     """Megatron's configuration of this model in this layout and precision.
 
     Parameters always start random, also where a checkpoint replaces them: without initialization Megatron does not
@@ -28,8 +29,8 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
     recompute = {}
     if settings.policy.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
-        **spec.transformer_arguments(),
+    return transformer_config(
+        spec,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence,
@@ -37,18 +38,14 @@ def transformer_config(spec: ModelSpec, settings: ActorSettings) -> TransformerC
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=parallel.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # checked wherever lengths vary, also without experts
         deallocate_pipeline_outputs=parallel.pipeline > 1,
-        use_cpu_initialization=not accelerated,
         deterministic_mode=settings.deterministic and accelerated,
         # The loss carries its own normalization: Megatron scales it neither by micro-batches nor by replicas.
         calculate_per_token_loss=True,
-        masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
         persist_layer_norm=fused,
-        gradient_accumulation_fusion=False,
         moe_grouped_gemm=accelerated and bool(spec.experts),
         **recompute,
         **fp8_arguments(settings.precision),
@@ -104,7 +101,7 @@ class PolicyModel(GPTModel):
         return outputs if packed.edges is None else take_rows(outputs, packed.edges)
 
 
-def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
+def build_policy_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataParallel:
     """This rank's part of the model, in Megatron's DistributedDataParallel; call inside initialized groups.
 
     On CUDA the layers are Transformer Engine's (packed `thd` attention), on a CPU and for emulated FP8 Megatron's local
@@ -121,7 +118,7 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
             f"policies.{settings.name}.parallel.sequence=false: Megatron trains a mixture of experts under tensor "
             f"parallelism ({parallel.tensor}) only with sequence parallelism; set it to true"
         )
-    config = transformer_config(spec, settings)
+    config = policy_config(spec, settings)
     if _with_transformer_engine(settings):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -136,24 +133,9 @@ def build_model(spec: ModelSpec, settings: ActorSettings) -> DistributedDataPara
         # FP8's scales are to see all tokens, as they do in Transformer Engine.
         choose_tokens = not config.sequence_parallel and settings.precision.mode != "fp8_emulated"
         layers = local_block_spec(config, choose_tokens)
-    model = PolicyModel(
-        config=config,
-        transformer_layer_spec=layers,
-        vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
-        max_sequence_length=spec.max_position,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-        rope_scaling=spec.rope_scaling_factor is not None,
-        rope_scaling_factor=spec.rope_scaling_factor or 1.0,
-        vocab=spec.vocab,
-        temperature=settings.temperature,
-    )
+    (model,) = build_model(spec, config, layers, PolicyModel, vocab=spec.vocab, temperature=settings.temperature)
     if settings.precision.mode == "fp8_emulated":
         emulate_fp8(model, settings.precision.fp8, spec.layers)
-    model.cuda(torch.cuda.current_device())
     wrapped = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=settings.policy.optimizer.distributed),

@@ -16,7 +16,7 @@ from checkpoints_conv.megatron.load import load_hf_weights
 from megatron_drmas.actor.checkpoint import BackgroundSave, load_checkpoint
 from megatron_drmas.actor.forward_backward import CrossEntropyHead, PolicyHead, keep_logprobs, run_micro_batches
 from megatron_drmas.actor.metrics import UpdateMetrics
-from megatron_drmas.actor.model import build_model, shares_beginnings
+from megatron_drmas.actor.model import build_policy_model, shares_beginnings
 from megatron_drmas.actor.optimizer import build_optimizer, build_schedule, optimizer_step
 from megatron_drmas.actor.packing import MicroBatch, pack_rows
 from megatron_drmas.actor.parallel import destroy_groups, initialize_groups, owns_results, sum_over_ranks
@@ -54,7 +54,7 @@ class PolicyActor:
         initialize_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
         self.spec = family_of(config).model_spec(config)
-        self.model = build_model(self.spec, self.settings)
+        self.model = build_policy_model(self.spec, self.settings)
         self.shares_beginnings = shares_beginnings(self.settings)
         if weights:
             load_hf_weights([self.model], weights, self.spec)

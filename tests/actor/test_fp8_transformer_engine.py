@@ -21,7 +21,7 @@ torch.cuda.get_device_capability = lambda *device: (9, 0)
 torch.cuda.get_device_properties = lambda *device: type("Hopper", (), {"major": 9, "minor": 0})
 from contextlib import nullcontext
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
-from megatron_drmas.actor.model import transformer_config
+from megatron_drmas.actor.model import policy_config
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.config.schema import Fp8Config, PolicyConfig, PrecisionConfig
 from checkpoints_conv.families import family_of
@@ -33,7 +33,7 @@ spec_of = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_siz
 spec = family_of(spec_of).model_spec(spec_of)
 for fp8 in json.loads(sys.argv[1]):
     settings = ActorSettings("policy", PolicyConfig(model=""), PrecisionConfig("fp8", fp8=Fp8Config(**fp8)), device="cuda")
-    config = transformer_config(spec, settings)
+    config = policy_config(spec, settings)
     recipe = get_fp8_recipe(config)
     told = {
         "recipe": type(recipe).__name__,

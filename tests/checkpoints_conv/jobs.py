@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -14,8 +15,9 @@ from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from checkpoints_conv.megatron import cpu
 from checkpoints_conv.megatron.export import export_hf_folder, iter_hf_tensors
-from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint, model_logprobs
+from checkpoints_conv.megatron.forward import load_dist_checkpoint, model_logprobs
 from checkpoints_conv.megatron.load import load_hf_weights
+from checkpoints_conv.megatron.model import build_model, transformer_config
 from tests.checkpoints_conv.ranks import Layout
 
 
@@ -49,9 +51,22 @@ def spec_of(folder: Path) -> ModelSpec:
     return family_of(config).model_spec(config)
 
 
+def build(spec: ModelSpec, layers: Any = None, **fields: Any) -> list:
+    """This rank's chunks in the current layout, of random parameters; `fields` are TransformerConfig's."""
+    layout = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    }
+    if spec.experts:
+        layout["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
+        layout["expert_tensor_parallel_size"] = parallel_state.get_expert_tensor_parallel_world_size()
+    return build_model(spec, transformer_config(spec, **layout, **fields), layers, parallel_output=False)
+
+
 def loaded(folder: Path) -> tuple[list, ModelSpec]:
     spec = spec_of(folder)
-    chunks = build_model(spec, initialize=True)
+    chunks = build(spec)
     load_hf_weights(chunks, folder, spec)
     return chunks, spec
 
@@ -116,7 +131,7 @@ def load_and_save_dist(folder: Path, checkpoint: Path, saved: Path, per_layer: b
         Parameters that differ from loading the Hugging Face folder.
     """
     chunks, spec = loaded(folder)
-    others = build_model(spec, initialize=True)
+    others = build(spec)
     load_dist_checkpoint(others, checkpoint)
     metadata = {"non_homogeneous_layers": True} if per_layer else None
     state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(others)}
@@ -142,7 +157,7 @@ def logprobs(folder: Path, tokens: torch.Tensor, factor: "float | None" = None) 
 
 def sharded_keys(folder: Path) -> list[str]:
     """Keys of the model's distributed checkpoint, with the shapes of its tensors."""
-    (model,) = build_model(spec_of(folder))
+    (model,) = build(spec_of(folder))
     return describe_keys(model.sharded_state_dict())
 
 
@@ -157,7 +172,7 @@ def describe_keys(state: dict) -> list[str]:
 def load_saved(folder: Path, saved: Path) -> list[str]:
     """Load a distributed checkpoint by Megatron; returns the parameters that differ from the Hugging Face folder's."""
     chunks, spec = loaded(folder)
-    others = build_model(spec, initialize=True)
+    others = build(spec)
     load_dist_checkpoint(others, saved)
     return differing(chunks, others)
 
@@ -174,7 +189,7 @@ def differing(chunks: list, others: list) -> list[str]:
 def load_part(folder: Path) -> str:
     """Load only this rank's first chunk; returns the error."""
     spec = spec_of(folder)
-    chunks = build_model(spec)
+    chunks = build(spec)
     try:
         load_hf_weights(chunks[:1], folder, spec)
     except ConversionError as error:
@@ -184,7 +199,7 @@ def load_part(folder: Path) -> str:
 
 def load_other(folder: Path, other: Path) -> str:
     """Load a folder into the model of another config; returns the error."""
-    chunks = build_model(spec_of(other))
+    chunks = build(spec_of(other))
     try:
         load_hf_weights(chunks, folder, spec_of(folder))
     except ConversionError as error:

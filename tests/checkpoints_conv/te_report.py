@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 
 from checkpoints_conv.formats.hf_folder import HfFolder
 from checkpoints_conv.megatron.export import iter_hf_tensors
-from checkpoints_conv.megatron.forward import build_model, load_dist_checkpoint
+from checkpoints_conv.megatron.forward import load_dist_checkpoint
 from checkpoints_conv.megatron.load import load_hf_weights
 from tests.checkpoints_conv import jobs
 from tests.checkpoints_conv.ranks import Layout
@@ -30,7 +30,7 @@ def build(folder: Path) -> tuple[list, object]:
     layers = get_gpt_layer_with_transformer_engine_spec(
         num_experts=spec.experts or None, moe_grouped_gemm=spec.experts > 0, qk_layernorm=spec.qk_norm
     )
-    return build_model(spec, layers, initialize=True, moe_grouped_gemm=spec.experts > 0), spec
+    return jobs.build(spec, layers, moe_grouped_gemm=spec.experts > 0), spec
 
 
 def report(folder: Path, checkpoint: Path, saved: Path) -> dict:
