@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
+
 from megatron_drmas.rollout.engine_messages import Request, Sample
 
 
@@ -70,7 +72,7 @@ class PolicyClient:
         return len(self._waiting)
 
     def generate(
-        self, prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int
+        self, prompt_ids: np.ndarray, seed: int, temperature: float, top_p: float, max_tokens: int
     ) -> "asyncio.Future[Sample]":
         """Ask for one response.
 
@@ -93,7 +95,7 @@ class PolicyClient:
         self._flush_scheduled = False
         requests, self._waiting = self._waiting, []
         if self.lockstep:
-            requests.sort(key=lambda request: (request.seed, request.prompt_ids))
+            requests.sort(key=lambda request: (request.seed, request.prompt_ids.tobytes()))
         shares: list[list[Request]] = [[] for _ in self._engines]
         for request in requests:
             index = min(range(len(shares)), key=lambda i: len(self._in_flight[i]))
