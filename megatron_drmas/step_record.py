@@ -190,7 +190,7 @@ def trajectory_records(
             agent=turn.agent,
             policy=turn.policy,
             index=turn.index,
-            prompt=tokenizers[turn.policy].prompt_text(turn.prompt_ids),
+            prompt=tokenizers[turn.policy].prompt_text(turn.prompt_ids.tolist()),
             response=turn.text,
             content=turn.content,
             valid=turn.valid,
@@ -200,15 +200,16 @@ def trajectory_records(
             max_response_tokens=turn.limit,
             weight_version=turn.weight_version,
             reward=turn.reward,
-            logprob_mean=sum(turn.logprobs) / len(turn.logprobs),
-            logprob_min=min(turn.logprobs),
+            logprob_mean=float(turn.logprobs.mean(dtype="float64")),
+            logprob_min=float(turn.logprobs.min()),
         )
         row = row_of.get((number, turn.index))
         if batch is not None and scores is not None and row is not None:
             record.trained, record.score = bool(batch.trainable[row]), scores[row]
             record.advantage = batch.filled("advantages")[batch.response_offsets[row]].item()
         if settings.token_ids:
-            record.prompt_ids, record.response_ids, record.logprobs = turn.prompt_ids, turn.token_ids, turn.logprobs
+            record.prompt_ids, record.response_ids = turn.prompt_ids.tolist(), turn.token_ids.tolist()
+            record.logprobs = turn.logprobs.tolist()
         return record
 
     def record(number: int) -> TrajectoryRecord:

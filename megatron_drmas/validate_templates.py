@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any, get_origin
 
+import numpy as np
+
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.data.questions import Question
@@ -140,9 +142,9 @@ class _Rehearsal:
             policy=agent.config.policy,
             index=index,
             messages=messages,
-            prompt_ids=[0],
-            token_ids=[0],
-            logprobs=[0.0],
+            prompt_ids=np.empty(0),
+            token_ids=np.empty(0),
+            logprobs=np.empty(0),
             limit=1,
             finish_reason="stop",
             weight_version=0,

@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -19,12 +20,13 @@ from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine import Engine
-from megatron_drmas.rollout.engine_messages import EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_messages import EngineSettings
+from megatron_drmas.rollout.engine_stream import TOKEN_BYTES, EngineStream
 from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
 from megatron_drmas.weight_sync.transport import Route, choose_transport
 
-SUBMIT_TIMEOUT_S = 60.0
 SAVE_POLL_S = 0.1  # between two questions whether an actor's files are written; it answers between its calls
+LOST_TIMEOUT_S = 10.0  # to learn what happened to an engine
 
 
 class PolicyRuntime:
@@ -68,6 +70,7 @@ class PolicyRuntime:
         )
         self._takes_turns = shared and DEVICES[device].sleeps
         self._asleep = False
+        self._streams: dict[RemoteProcess[Engine], EngineStream] = {}
 
         def process(kind: type, role: str, index: int, slot: Slot) -> RemoteProcess:
             return RemoteProcess(
@@ -118,6 +121,25 @@ class PolicyRuntime:
         timeout_s = self._config.cluster.start_timeout_s
         await together(engine.build(timeout_s, settings) for engine in self._engines)
         await together(engine.call(timeout_s, Engine.start) for engine in self._engines)
+        await together(self._connect(engine) for engine in self._engines)
+
+    async def _connect(self, engine: RemoteProcess[Engine]) -> None:
+        timeout_s = self._config.cluster.start_timeout_s
+        host, _ = await engine.address(timeout_s)
+        if host == ray.util.get_node_ip_address():
+            host = "127.0.0.1"
+        token = secrets.token_bytes(TOKEN_BYTES)
+        port = await engine.call(timeout_s, Engine.listen, host, token)
+
+        async def lost() -> NoReturn:
+            await engine.call(LOST_TIMEOUT_S, Engine.submit, [])  # raises what happened, unless only the connection ended
+            raise ProcessFailure(f"{engine.name}: its connection ended; log: {engine.log}")
+
+        try:
+            stream = await asyncio.wait_for(EngineStream.connect(host, port, token, lost), timeout_s)
+        except OSError as error:
+            raise ProcessFailure(f"{engine.name}: does not answer at {host}:{port}: {error}; log: {engine.log}") from error
+        self._streams[engine] = stream
 
     async def _start_actor(self) -> None:
         if not self._actors:
@@ -217,12 +239,14 @@ class PolicyRuntime:
         """Write the policy as a Hugging Face folder."""
         await self._on_all_ranks(self._step_timeout_s, ActorProcess.export_hf, str(folder.resolve()))
 
-    def engine_handles(self) -> list["EngineProxy"]:
+    def engine_handles(self) -> list[EngineStream]:
         """What a `PolicyClient` talks to."""
-        return [EngineProxy(engine) for engine in self._engines]
+        return [self._streams[engine] for engine in self._engines]
 
     async def stop(self) -> None:
         """End all processes."""
+        for stream in self._streams.values():
+            stream.close()
         for process in self._actors + self._engines:
             process.kill()
 
@@ -231,19 +255,6 @@ class PolicyRuntime:
 
     async def _on_all_ranks(self, timeout_s: float, method: Callable, *args: Any) -> list[Any]:
         return await together(actor.call(timeout_s, method, *args) for actor in self._actors)
-
-
-class EngineProxy:
-    """`EngineHandle` of an engine process."""
-
-    def __init__(self, process: RemoteProcess[Engine]):
-        self._process = process
-
-    def submit(self, requests: list[Request]) -> Awaitable[None]:
-        return self._process.call(SUBMIT_TIMEOUT_S, Engine.submit, requests)
-
-    def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
-        return self._process.call(timeout_s + SUBMIT_TIMEOUT_S, Engine.poll, timeout_s)
 
 
 def process_environment(role: str, config: RunConfig, device_name: str, devices: tuple[int, ...] = ()) -> dict[str, str]:

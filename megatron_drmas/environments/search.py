@@ -57,7 +57,9 @@ class SearchEnvironment(Environment):
         self._dialect = DIALECTS[0]
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Semaphore(config.retrieval.concurrency)
-        self._waiting: list[tuple[str, asyncio.Future]] = []  # queries of this turn of the event loop
+        self._found: dict[str, asyncio.Future[list[str]]] = {}  # what is being searched for, by query
+        self._waiting: list[tuple[str, asyncio.Future]] = []  # queries that no request has taken yet
+        self._scheduled = False
         self._tasks: set[asyncio.Task] = set()
 
     @classmethod
@@ -122,22 +124,31 @@ class SearchEnvironment(Environment):
     async def retrieve(self, query: str) -> list[str]:
         """Passages for a query, in the order in which a prompt shows them.
 
-        Queries made in one turn of the event loop travel together.
+        Queries made in one turn of the event loop, or while `environment.retrieval.concurrency` requests are out, travel
+        together.  A query that is being searched for is not asked again: what it finds, or its failure, is everyone's who
+        asks meanwhile.
         """
         if self._session is None:
             raise TypeError("environment.retrieval.url is not set: no retrieval server serves this run")
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._flush)
-        found: asyncio.Future[list[str]] = loop.create_future()
-        self._waiting.append((query, found))
-        return await found
+        found = self._found.get(query)
+        if found is None:
+            loop = asyncio.get_running_loop()
+            found = self._found[query] = loop.create_future()
+            found.add_done_callback(lambda _: self._found.pop(query))
+            self._waiting.append((query, found))
+            if not self._scheduled:
+                self._scheduled = True
+                loop.call_soon(self._flush)
+        return list(await asyncio.shield(found))
+
+    @property
+    def _together(self) -> int:
+        return MAX_QUERIES if self._dialect.many else 1
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        together = MAX_QUERIES if self._dialect.many else 1
-        for start in range(0, len(waiting), together):
-            self._start(waiting[start : start + together])
+        self._scheduled = False
+        for _ in range(0, len(self._waiting), self._together):
+            self._start([])
 
     def _start(self, asked: list[tuple[str, asyncio.Future]]) -> None:
         task = asyncio.ensure_future(self._answer(asked))
@@ -145,9 +156,13 @@ class SearchEnvironment(Environment):
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, asked: list[tuple[str, asyncio.Future]]) -> None:
-        """Ask together; where the server refuses, each alone, so that a query it cannot answer costs its own trajectory only."""
+        """Ask together; where the server refuses, each alone, so that a query it cannot answer costs its own trajectory only.
+
+        Args:
+            asked: the queries; none: those that wait when the request may leave, which are put here.
+        """
         try:
-            answers = await self._insist([query for query, _ in asked])
+            answers = await self._insist(asked)
         except _Refused as refusal:
             if len(asked) > 1:
                 for query, found in asked:
@@ -165,13 +180,19 @@ class SearchEnvironment(Environment):
                 if not found.done():
                     found.set_result(passages)
 
-    async def _insist(self, queries: list[str]) -> list[list[str]]:
+    async def _insist(self, asked: list[tuple[str, asyncio.Future]]) -> list[list[str]]:
         """Ask, and ask again, within the time limit, which begins when the first request leaves."""
         now, limit_s = asyncio.get_running_loop().time, self.config.retrieval.timeout_s
         deadline: float | None = None
         pause = PAUSES_S[0]
         while True:
             async with self._gate:
+                if not asked:
+                    asked += self._waiting[: self._together]
+                    del self._waiting[: self._together]
+                if not asked:
+                    return []  # an earlier request has taken them
+                queries = [query for query, _ in asked]
                 deadline = deadline or now() + limit_s
                 url = self._url
                 try:

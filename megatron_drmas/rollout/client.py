@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
+
 from megatron_drmas.rollout.engine_messages import Request, Sample
 
 
@@ -19,7 +21,7 @@ class EngineHandle(Protocol):
         """Hand requests over; returns when the engine has them."""
 
     def poll(self, timeout_s: float) -> Awaitable[list[Sample]]:
-        """All samples finished since the last poll; waits for at least one, or returns [] after the time-out."""
+        """Samples that have finished; waits for at least one, or returns [] after about the time-out."""
 
 
 class EngineTimeout(RuntimeError):
@@ -70,7 +72,7 @@ class PolicyClient:
         return len(self._waiting)
 
     def generate(
-        self, prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int
+        self, prompt_ids: np.ndarray, seed: int, temperature: float, top_p: float, max_tokens: int
     ) -> "asyncio.Future[Sample]":
         """Ask for one response.
 
@@ -93,7 +95,7 @@ class PolicyClient:
         self._flush_scheduled = False
         requests, self._waiting = self._waiting, []
         if self.lockstep:
-            requests.sort(key=lambda request: (request.seed, request.prompt_ids))
+            requests.sort(key=lambda request: (request.seed, request.prompt_ids.tobytes()))
         shares: list[list[Request]] = [[] for _ in self._engines]
         for request in requests:
             index = min(range(len(shares)), key=lambda i: len(self._in_flight[i]))
@@ -108,22 +110,27 @@ class PolicyClient:
         self._busy[index].set()
 
     async def _poll(self, index: int) -> None:
-        silent_s = 0.0
+        now = asyncio.get_running_loop().time
         while True:
-            await self._busy[index].wait()
-            samples = await asyncio.wait_for(self._engines[index].poll(self.POLL_S), self._timeout_s)
+            if not self._busy[index].is_set():
+                await self._busy[index].wait()
+                heard = now()
+            try:
+                samples = await asyncio.wait_for(self._engines[index].poll(self.POLL_S), self._timeout_s)
+            except TimeoutError:
+                samples = []
             for sample in samples:
                 self.generated_tokens += len(sample.token_ids)
                 asked = self._in_flight[index].pop(sample.key)
                 if not asked.done():  # whoever asked may have been cancelled
                     asked.set_result(sample)
-            silent_s = 0.0 if samples else silent_s + self.POLL_S
+            heard = now() if samples else heard
             if not self._in_flight[index]:
                 self._busy[index].clear()
-            elif silent_s >= self._timeout_s:
+            elif now() - heard >= self._timeout_s:
                 raise EngineTimeout(
                     f"engine {index} of policy {self.policy!r} has finished none of {len(self._in_flight[index])} requests in "
-                    f"{silent_s:.0f} s; see its log, or raise rollout.timeout_s"
+                    f"{now() - heard:.0f} s; see its log, or raise rollout.timeout_s"
                 )
 
     def _start(self, work: Awaitable[None], index: int) -> None:

@@ -1,7 +1,9 @@
 """Trajectories → `TurnBatch`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,44 +25,47 @@ def collate(
         trainable: the agents that learn.
     """
     kept = [(number, trajectory) for number, trajectory in enumerate(trajectories) if trajectory.failure is None]
-    places = [(number, trajectory) for number, trajectory in kept for _ in trajectory.turns]
     turns = [turn for _, trajectory in kept for turn in trajectory.turns]
-    agent_index = {name: index for index, name in enumerate(agents)}
-    policy_index = {name: index for index, name in enumerate(policies)}
+    turns_of = np.fromiter((len(trajectory.turns) for _, trajectory in kept), np.int64, len(kept))
+    states: dict[bytes, int] = {}
 
-    def ints(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
+    def of_turns(values: Iterable[Any], dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(np.fromiter(values, dtype, len(turns)))
 
-    def floats(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float32)
+    def of_trajectories(values: Iterable[Any], dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(np.fromiter(values, dtype, len(kept)).repeat(turns_of))
 
-    prompt_lengths = ints(len(turn.prompt_ids) for turn in turns)
-    response_lengths = ints(len(turn.token_ids) for turn in turns)
+    def field(name: str) -> Iterator[Any]:
+        return map(attrgetter(name), turns)
+
+    def numbered(name: str, numbers: dict[str, Any], dtype: type = np.int64) -> Tensor:
+        return of_turns(map(numbers.__getitem__, field(name)), dtype)
+
+    prompt_lengths, response_lengths = of_turns(map(len, field("prompt_ids"))), of_turns(map(len, field("token_ids")))
     return TurnBatch(
-        tokens=_flat(np.int64, (part for turn in turns for part in (turn.prompt_ids, turn.token_ids))),
+        tokens=_flat(np.int64, list(chain.from_iterable(map(attrgetter("prompt_ids", "token_ids"), turns)))),
         offsets=offsets_of(prompt_lengths + response_lengths),
         prompt_lengths=prompt_lengths,
-        engine_logprobs=_flat(np.float32, (turn.logprobs for turn in turns)),
-        agent=ints(agent_index[turn.agent] for turn in turns),
-        policy=ints(policy_index[turn.policy] for turn in turns),
-        group=ints(trajectory.group for _, trajectory in places),
-        trajectory=ints(number for number, _ in places),
-        turn=ints(turn.index for turn in turns),
-        reward=floats(trajectory.reward for _, trajectory in places),
-        valid=torch.tensor([turn.valid for turn in turns], dtype=torch.bool),
-        trainable=torch.tensor([turn.agent in trainable for turn in turns], dtype=torch.bool),
-        weight_version=ints(turn.weight_version for turn in turns),
-        role_reward=floats(trajectory.role_rewards.get(turn.agent, 0.0) for (_, trajectory), turn in zip(places, turns)),
-        turn_reward=floats(turn.reward for turn in turns),
-        response_limits=ints(turn.limit for turn in turns),
-        verdict=ints(turn.verdict for turn in turns),
-        state=ints(hash(tuple(turn.prompt_ids)) for turn in turns),
+        engine_logprobs=_flat(np.float32, list(field("logprobs"))),
+        agent=numbered("agent", {name: index for index, name in enumerate(agents)}),
+        policy=numbered("policy", {name: index for index, name in enumerate(policies)}),
+        group=of_trajectories(trajectory.group for _, trajectory in kept),
+        trajectory=of_trajectories(number for number, _ in kept),
+        turn=of_turns(field("index")),
+        reward=of_trajectories((trajectory.reward for _, trajectory in kept), np.float32),
+        valid=of_turns(field("valid"), np.bool_),
+        trainable=numbered("agent", {name: name in trainable for name in agents}, np.bool_),
+        weight_version=of_turns(field("weight_version")),
+        role_reward=of_turns((t.role_rewards.get(turn.agent, 0.0) for _, t in kept for turn in t.turns), np.float32),
+        turn_reward=of_turns(field("reward"), np.float32),
+        response_limits=of_turns(field("limit")),
+        verdict=of_turns(field("verdict")),
+        state=of_turns(states.setdefault(ids.tobytes(), len(states)) for ids in field("prompt_ids")),
         agents=agents,
         policies=policies,
     )
 
 
-def _flat(dtype: type, parts: Iterable[list]) -> Tensor:
-    """Lists one after the other, without a step of the interpreter for each number."""
-    parts = list(parts)
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count=sum(map(len, parts))))
+def _flat(dtype: type, parts: list[np.ndarray]) -> Tensor:
+    """Arrays one after the other."""
+    return torch.from_numpy(np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype))

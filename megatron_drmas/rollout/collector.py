@@ -16,19 +16,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RolloutConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import PolicyClient
+from megatron_drmas.rollout.prompt_encoder import PromptEncoder
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Agent, Team
 from megatron_drmas.team.trajectory import Outcome, Trajectory, TrajectoryFailure, Turn
-
-PROMPT_END = (
-    16  # tokens of a prompt in which a template's `<think>` and the white space after it stand, were each character a token
-)
-
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -91,6 +89,7 @@ class Collector:
         self.environment = environment
         self.clients = clients
         self.tokenizers = tokenizers
+        self.encoders = {name: PromptEncoder(tokenizer) for name, tokenizer in tokenizers.items()}
         self.config = config
         self.seed = seed
         self.live = 0  # branches of trajectories that run or wait; counted for deterministic mode
@@ -206,9 +205,9 @@ class _TrajectoryContext:
         agent = self._collector.team.of_role(role)
         policy = agent.config.policy
         tokenizer = self._collector.tokenizers[policy]
-        messages, prompt_ids = self._prompt(agent, variables)
+        index, self._calls = self._calls, self._calls + 1  # before anything is waited for: branches count in their order
+        messages, prompt, prompt_ids = await self._prompt(agent, variables)
         limit = agent.config.max_response_tokens or self._collector.config.max_response_tokens
-        index, self._calls = self._calls, self._calls + 1
         seed = call_seed(
             self._collector.seed,
             self._sampling.stream,
@@ -222,11 +221,11 @@ class _TrajectoryContext:
         )
         self._collector.next_round()
         sample = await response
-        if sample.error is None and not all(map(math.isfinite, sample.logprobs)):
+        if sample.error is None and not np.isfinite(sample.logprobs).all():
             raise TrajectoryFailure("engine", f"log-probabilities of {agent.name!r} are not finite")
-        if sample.error is not None or not sample.token_ids:
+        if sample.error is not None or not len(sample.token_ids):
             raise TrajectoryFailure("engine", sample.error or f"empty response of {agent.name!r}")
-        text = tokenizer.text(sample.token_ids)
+        text = tokenizer.text(sample.token_ids.tolist())
         turn = Turn(
             agent.name,
             policy,
@@ -239,7 +238,7 @@ class _TrajectoryContext:
             sample.finish_reason,
             sample.weight_version,
             text,
-            agent.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
+            agent.parse(text, prompt),
         )
         bisect.insort(self._trajectory.turns, turn, key=lambda other: other.index)
         return turn
@@ -294,13 +293,15 @@ class _TrajectoryContext:
         place = (self._sampling.stream, self._trajectory.group, self._trajectory.question.id, self._trajectory.sample)
         return call_seed(self._collector.seed, *place, "chance", name) / 2**31
 
-    def _prompt(self, agent: Agent, variables: dict[str, Any]) -> tuple[list[dict[str, str]], list[int]]:
-        limit = self._collector.config.max_prompt_tokens
+    async def _prompt(self, agent: Agent, variables: dict[str, Any]) -> tuple[list[dict[str, str]], str, np.ndarray]:
+        """The messages of a call, the prompt as the template renders it, and its ids."""
+        policy, limit = agent.config.policy, self._collector.config.max_prompt_tokens
         while True:
             messages = agent.messages(**variables)
-            prompt_ids = self._collector.tokenizers[agent.config.policy].prompt_ids(messages)
+            prompt = self._collector.tokenizers[policy].render_prompt(messages)
+            prompt_ids = await self._collector.encoders[policy].ids(prompt)
             if len(prompt_ids) <= limit:
-                return messages, prompt_ids
+                return messages, prompt.text, prompt_ids
             history: list | None = variables.get("history")
             if not history:
                 raise TrajectoryFailure(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
+from megatron_drmas.rollout.engine_stream import listen
 from megatron_drmas.rollout.vllm_settings import check_environment
 
 if TYPE_CHECKING:
@@ -96,6 +97,17 @@ class Engine:
         self._check_usable()
         with self._lock:
             return self._take()
+
+    async def listen(self, host: str, token: bytes) -> int:
+        """Serve requests and samples over one connection (`engine_stream`) as well.
+
+        Args:
+            token: that whoever connects has to know.
+
+        Returns:
+            The port.
+        """
+        return await listen(self, host, token)
 
     async def init_transfer(self, info: dict) -> None:
         """Join the transfer group, for a back end that needs it (nccl: address, port, ranks)."""

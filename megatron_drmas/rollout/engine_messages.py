@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megatron_drmas.config.schema import EngineConfig
 
 
@@ -43,7 +45,7 @@ class Request:
 
     Attributes:
         key: identifies the request among all that are in flight.
-        prompt_ids: token ids, non-empty.
+        prompt_ids: token ids, int32, non-empty.
         seed: of this request's own random stream; the response does not depend on what else is in the batch.
         temperature: 0 is greedy.
         top_p: in (0, 1].
@@ -51,11 +53,14 @@ class Request:
     """
 
     key: int
-    prompt_ids: list[int]
+    prompt_ids: np.ndarray
     seed: int
     temperature: float
     top_p: float
     max_tokens: int
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
 
 
 @dataclass(slots=True)
@@ -64,9 +69,9 @@ class Sample:
 
     Attributes:
         key: of the request.
-        token_ids: sampled ids, the stop token included.
-        logprobs: log-probability of each under the distribution it was drawn from: after temperature and top-p; a
-            greedy request's are at temperature 1.
+        token_ids: sampled ids, int32, the stop token included.
+        logprobs: float32, the log-probability of each under the distribution it was drawn from: after temperature and
+            top-p; a greedy request's are at temperature 1.
         finish_reason: stop | length | error.
         weight_version: of the weights that sampled the first token; an update while the request ran gives later tokens
             newer weights.
@@ -74,11 +79,15 @@ class Sample:
     """
 
     key: int
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
     finish_reason: str
     weight_version: int
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)  # exact: engines compute them in float32; None becomes NaN
 
 
 class EngineError(RuntimeError):

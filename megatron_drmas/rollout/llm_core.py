@@ -1,11 +1,11 @@
 """vLLM as an engine's thread sees it: requests in, samples out, and weights that change in between.  No concurrency here."""
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -71,7 +71,9 @@ class LLMCore:
             error = self._objection(request)
             if error is None:
                 try:
-                    self._llm.add_request(str(request.key), tokens_input(request.prompt_ids), self._sampling_params(request))
+                    self._llm.add_request(
+                        str(request.key), tokens_input(request.prompt_ids.tolist()), self._sampling_params(request)
+                    )
                 except VLLMValidationError as invalid:
                     error = str(invalid)
             if error is None:
@@ -165,12 +167,13 @@ class LLMCore:
 
     def _objection(self, request: Request) -> str | None:
         ids = request.prompt_ids
-        if not ids:
+        if not len(ids):
             return "the prompt is empty"
         if len(ids) >= self.max_model_len:
             return f"the prompt has {len(ids)} tokens; engine.max_model_len={self.max_model_len} leaves no room for a response"
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            return f"the prompt has token id {min(ids) if min(ids) < 0 else max(ids)}; the vocabulary has {self.vocab_size}"
+        least, most = ids.min(), ids.max()
+        if least < 0 or most >= self.vocab_size:
+            return f"the prompt has token id {least if least < 0 else most}; the vocabulary has {self.vocab_size}"
         if request.key in self._running:
             return f"key {request.key} is in flight already"
         return None
@@ -190,19 +193,28 @@ class LLMCore:
 
     def _sample(self, output: RequestOutput) -> Sample:
         key, completion = int(output.request_id), output.outputs[0]
-        token_ids, logprobs = list(completion.token_ids), completion.logprobs.logprobs
+        sample = Sample(
+            key,
+            completion.token_ids,
+            completion.logprobs.logprobs,
+            completion.finish_reason,
+            int(completion.weight_versions[0].version),
+        )
         self.counts["prompt_tokens"] += len(output.prompt_token_ids)
         self.counts["cached_tokens"] += output.num_cached_tokens
-        self.counts["generated_tokens"] += len(token_ids)
-        if len(logprobs) != len(token_ids):
-            return self._failed(key, f"the engine returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        tokens = len(sample.token_ids)
+        self.counts["generated_tokens"] += tokens
+        if len(sample.logprobs) != tokens:
+            return self._failed(key, f"the engine returned {len(sample.logprobs)} log-probs for {tokens} tokens")
         if completion.finish_reason not in ("stop", "length"):
             return self._failed(key, f"the engine ended the response with {completion.finish_reason!r}")
-        for position, value in enumerate(logprobs):
-            if value is None or not math.isfinite(value):
-                return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")
-        return Sample(key, token_ids, logprobs, completion.finish_reason, int(completion.weight_versions[0].version))
+        finite = np.isfinite(sample.logprobs)
+        if not finite.all():
+            position = int(finite.argmin())
+            value = sample.logprobs[position]
+            return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")
+        return sample
 
     def _failed(self, key: int, error: str) -> Sample:
         self.counts["errors"] += 1
-        return Sample(key, [], [], "error", self._version, error)
+        return Sample(key, np.empty(0), np.empty(0), "error", self._version, error)

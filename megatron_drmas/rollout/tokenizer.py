@@ -7,6 +7,7 @@ import difflib
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from jinja2 import Environment, TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerFast
 
-from megatron_drmas.rollout.control_tokens import ControlTokens
+from megatron_drmas.rollout.control_tokens import ControlTokens, MaskedText
 
 EOS_FILES = ("generation_config.json", "config.json")
 OWN_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}  # no options
@@ -117,8 +118,20 @@ class ChatTokenizer:
         Raises:
             ChatError: the template refuses the messages.
         """
+        return self.encode_prompts([self.render_prompt(messages)])[0]
+
+    def render_prompt(self, messages: list[dict[str, str]]) -> MaskedText:
+        """The text of `prompt_ids`, which `encode_prompts` makes of it.
+
+        Raises:
+            ChatError: the template refuses the messages.
+        """
         masked, mask = self._control.mask(messages)
-        return self._control.encode(self._render(masked, add_generation_prompt=True), mask)
+        return MaskedText(self._render(masked, add_generation_prompt=True), mask)
+
+    def encode_prompts(self, prompts: Sequence[MaskedText]) -> list[list[int]]:
+        """The ids of rendered prompts; while they are computed, other threads of Python run."""
+        return self._control.encode_all(prompts)
 
     def dialogue_ids(self, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
         """A chat that ends with the assistant's turn, as the prompt's ids and those of the response.
@@ -143,21 +156,21 @@ class ChatTokenizer:
 
     def prompt_text(self, prompt_ids: list[int]) -> str:
         """A prompt as the model sees it, the template's marks included."""
-        return self._tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.backend_tokenizer.decode(prompt_ids, skip_special_tokens=False)
 
     def text(self, token_ids: list[int]) -> str:
         """The response as text, without the token that ended it; other control tokens are spelled out, and an id that has no
         token is U+FFFD."""
         ids = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
-        parts: list[list[int]] = [[]]
-        for id in ids:
-            if id in self._tokens:
-                parts[-1].append(id)
-            else:
-                parts.append([])
-        return "\ufffd".join(
-            self._tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False) for part in parts
-        )
+        parts: list[list[int]] = [ids]
+        if not self._tokens.issuperset(ids):
+            parts = [[]]
+            for id in ids:
+                if id in self._tokens:
+                    parts[-1].append(id)
+                else:
+                    parts.append([])
+        return "\ufffd".join(self._tokenizer.backend_tokenizer.decode(part, skip_special_tokens=False) for part in parts)
 
     def spelled(self, message: dict[str, str]) -> list[str]:
         """The control tokens that a message spells, and that therefore stay text."""
@@ -173,14 +186,13 @@ class ChatTokenizer:
             ChatError: it does not, or the template refuses the messages.
         """
         self.check_roles(tuple(message["role"] for message in messages))
-        masked, mask = self._control.mask(messages)
-        rendered = self._render(masked, add_generation_prompt=True)
-        ids = self._control.encode(rendered, mask)
+        prompt = self.render_prompt(messages)
+        (ids,) = self.encode_prompts([prompt])
         if self._vocab_size is not None and max(ids, default=0) >= self._vocab_size:
             problem = f"a prompt has token {max(ids)}, its config.json a vocab_size of {self._vocab_size}"
             raise ChatError(problem, "use the model's own tokenizer")
         unknown = self._tokenizer.unk_token
-        if unknown and ids.count(self._tokenizer.unk_token_id) > rendered.count(unknown):
+        if unknown and ids.count(self._tokenizer.unk_token_id) > prompt.text.count(unknown):
             problem = f"its tokenizer does not know every character of the prompt, and gives {unknown} for one"
             raise ChatError(problem, "leave it out of the prompt")
         return len(ids)

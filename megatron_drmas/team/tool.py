@@ -63,6 +63,11 @@ class Tool:
         return {name: p for name, p in inspect.signature(self.function).parameters.items() if name not in ("self", QUESTION)}
 
     @cached_property
+    def takes_question(self) -> bool:
+        """Whether the function is given the trajectory's question."""
+        return QUESTION in inspect.signature(self.function).parameters
+
+    @cached_property
     def hints(self) -> dict[str, Any]:
         """The annotated types, by argument; "return" for the result."""
         return get_type_hints(self.function)
@@ -75,7 +80,7 @@ class Tool:
             TrajectoryFailure: it did not end in time, or raised.
         """
         self._check(arguments)
-        if QUESTION in inspect.signature(self.function).parameters:
+        if self.takes_question:
             arguments = {**arguments, QUESTION: question}
         try:
             return await asyncio.wait_for(self.function(**arguments), self.timeout_s)

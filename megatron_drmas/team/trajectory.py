@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron_drmas.data.questions import Question
 
 NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampling replaces are counted; no failure of a run
@@ -12,6 +14,8 @@ NO_SIGNAL = "no_signal"  # the cause under which trajectories that dynamic sampl
 class Turn:
     """One agent call.
 
+    `prompt_ids` and `token_ids` become int32 arrays and `logprobs` a float32 array of whatever sequences they are given as;
+    calls with the same prompt may share one.
     `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenized
     again for training.
     """
@@ -20,9 +24,9 @@ class Turn:
     policy: str
     index: int  # position among the trajectory's calls
     messages: list[dict[str, str]]
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
     limit: int  # response tokens that the call was allowed
     finish_reason: str  # stop | length
     weight_version: int
@@ -30,6 +34,11 @@ class Turn:
     content: str | None  # what the agent's parser accepted
     verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither
     reward: float = 0.0  # of this call alone, as the workflow sees it; counts with algorithm.reward.turn
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
 
     @property
     def valid(self) -> bool:

@@ -14,8 +14,8 @@ from megatron_drmas.environments.search import MAX_QUERIES, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 
-def ask(handler, queries=1, check=False, **settings):
-    """Retrieve from a server that answers with `handler`, or only check it."""
+def ask(handler, queries=1, check=False, asks=None, **settings):
+    """Retrieve from a server that answers with `handler`, as `asks` does with the environment, or only check it."""
 
     async def run():
         app = web.Application()
@@ -30,6 +30,8 @@ def ask(handler, queries=1, check=False, **settings):
             async with SearchEnvironment(config) as environment:
                 if check:
                     return await environment.check()
+                if asks:
+                    return await asks(environment)
                 return await asyncio.gather(*(environment.retrieve(f"q{i}") for i in range(queries)), return_exceptions=True)
         finally:
             await runner.cleanup()
@@ -143,6 +145,46 @@ def test_queries_made_together_travel_together_and_each_gets_its_own_passages(co
     found = ask(counted, queries=count, topk=2)
     assert found == [[f"q{i} 0", f"q{i} 1"] for i in range(count)]
     assert len(requests) == -(-count // MAX_QUERIES)
+
+
+def test_a_query_is_searched_once_for_all_who_ask_meanwhile_and_each_gets_a_list_of_his_own():
+    requests = []
+
+    async def counted(request):
+        requests.append((await request.json())["queries"])
+        await asyncio.sleep(0.1)
+        return await ranked(request)
+
+    async def asks(environment):
+        first = asyncio.ensure_future(environment.retrieve("q"))
+        gone = asyncio.ensure_future(environment.retrieve("q"))
+        await asyncio.sleep(0.03)
+        gone.cancel()
+        later = await environment.retrieve("q")
+        later.append("mine")
+        return [await first, later, await environment.retrieve("q")]
+
+    assert ask(counted, asks=asks, topk=1) == [["q 0"], ["q 0", "mine"], ["q 0"]]
+    assert requests == [["q"], ["q"]]
+
+
+def test_queries_that_wait_for_others_answers_travel_together():
+    requests = []
+
+    async def counted(request):
+        requests.append((await request.json())["queries"])
+        await asyncio.sleep(0.1)
+        return await ranked(request)
+
+    async def asks(environment):
+        asked = []
+        for number in range(5):
+            asked.append(asyncio.ensure_future(environment.retrieve(f"q{number}")))
+            await asyncio.sleep(0.005)
+        return await asyncio.gather(*asked)
+
+    assert ask(counted, asks=asks, topk=1, concurrency=1) == [[f"q{number} 0"] for number in range(5)]
+    assert requests == [["q0"], ["q1", "q2", "q3", "q4"]]
 
 
 def test_an_answer_to_fewer_queries_is_not_taken_for_all():

@@ -14,6 +14,7 @@ from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collate import collate
 from megatron_drmas.rollout.collector import Collector, Sampling
+from megatron_drmas.rollout.control_tokens import Mask, MaskedText
 from megatron_drmas.rollout.engine_messages import Sample
 from megatron_drmas.team.team import Team
 from megatron_drmas.team.tool import tool
@@ -53,8 +54,11 @@ class Engine:
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def prompt_ids(self, messages):
-        return [ord(c) for c in messages[-1]["content"]]
+    def render_prompt(self, messages):
+        return MaskedText(messages[-1]["content"], Mask({}))
+
+    def encode_prompts(self, prompts):
+        return [[ord(c) for c in prompt.text] for prompt in prompts]
 
     def text(self, ids):
         return "".join(map(chr, ids))
@@ -250,7 +254,7 @@ def test_lockstep_gives_the_engines_the_same_batches_whatever_the_timing(replica
         }
         collect(engines, lockstep=True)
         return [
-            [[(r.seed, r.prompt_ids) for r in share] for share in engine.submits]
+            [[(r.seed, r.prompt_ids.tolist()) for r in share] for share in engine.submits]
             for group in engines.values()
             for engine in group
         ]
@@ -445,7 +449,7 @@ def test_collated_columns_hold_every_turn_once():
     assert len(batch) == len(turns)
     for row, turn in enumerate(turns):
         start, end = batch.offsets[row : row + 2].tolist()
-        assert batch.tokens[start:end].tolist() == turn.prompt_ids + turn.token_ids
+        assert batch.tokens[start:end].tolist() == [*turn.prompt_ids, *turn.token_ids]
         assert batch.agents[batch.agent[row]] == turn.agent and batch.policies[batch.policy[row]] == turn.policy
         assert bool(batch.trainable[row]) == (turn.agent != "search")
     picked = batch.select(batch.agent == 0)

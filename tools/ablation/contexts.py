@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 import megatron_drmas.workflows  # noqa: F401  registers
@@ -82,7 +83,7 @@ class _Scripted:
         if text is None:
             self.pending = (agent, variables)
             raise _Waiting
-        return Turn(agent, "", 0, [], [], [], [], 0, "stop", 0, text, content)
+        return Turn(agent, "", 0, [], np.empty(0), np.empty(0), np.empty(0), 0, "stop", 0, text, content)
 
 
 class ContextStudy:

@@ -2,12 +2,11 @@
 
     python -m tools.bench.background_save --model FOLDER --out FOLDER [--rounds 3]
 
-A single rank makes an optimizer step, so that there are moments, and saves by turns: in the background, as a run does, and with
-torch.save and fsync.  Prints the medians, and the memory that a save adds at most, against the size of its files.  The last line is
-JSON; `ratio` is torch.save's seconds over those waited.
+A single rank makes an optimizer step, so that there are moments, and saves by turns: in the background, as a run does, and
+with torch.save and fsync.  Prints the medians, and the memory that a save adds at most, against the size of its files.  The
+last line is JSON; `ratio` is torch.save's seconds over those waited.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import torch
 
 from megatron_drmas.actor.policy_actor import PolicyActor
 from tools.ablation.command import count
+from tools.bench.command import BenchParser
 from tools.bench.train_step import make_batch, random_rows, start_actor
 
 TARGET = 2.0
@@ -54,7 +54,7 @@ def save_at_once(actor: PolicyActor, file: Path) -> float:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = BenchParser(__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--out", required=True, type=Path, help="folder for the checkpoints, on the disk that is measured; made")
     parser.add_argument("--rounds", type=count(1), default=3, help="(default: 3)")
@@ -82,7 +82,8 @@ def main() -> None:
     ratio = statistics.median(theirs) / medians["waited"]
     memory = max(save["added"] for save in ours) / size
     print(
-        f"{size / 2**30:.2f} GiB: waited {medians['waited']:.2f} s of {medians['all']:.2f} s; torch.save {statistics.median(theirs):.2f} s"
+        f"{size / 2**30:.2f} GiB: waited {medians['waited']:.2f} s of {medians['all']:.2f} s; "
+        f"torch.save {statistics.median(theirs):.2f} s"
     )
     print(f"memory: at most {memory:.2f} of the files' size is added, {medians['left'] / size:.2f} is left")
     ok = ratio >= TARGET and memory <= MEMORY_LIMIT

@@ -9,7 +9,6 @@ for four copies of the checkpoint, which are removed at the end.  The last line 
 directions' times by torch over ours (target: 1.2, below which torch's would do), `memory_ratio` the lower one of their peaks.
 """
 
-import argparse
 import io
 import json
 import os
@@ -38,6 +37,8 @@ from checkpoints_conv.formats.tensors import block_of, dtype_of, hf_tensors, tor
 from checkpoints_conv.mapping.dist_keys import extra_state_keys, place_of
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from checkpoints_conv.progress import THREADS
+from tools.ablation.command import count
+from tools.bench.command import BenchParser
 from tools.bench.convert import TOOLS, folder_bytes, same_tensors, sample_anonymous
 
 TARGET_RATIO = 1.2
@@ -135,10 +136,10 @@ def measure(command: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints; they are removed at the end")
-    parser.add_argument("--repeats", type=int, choices=range(1, 11), metavar="N", default=3)
+    parser.add_argument("--repeats", type=count(1), default=3)
     parser.add_argument("--by-torch", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="only convert, by torch's")
     args = parser.parse_args()
     if args.by_torch:
