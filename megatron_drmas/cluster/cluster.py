@@ -14,6 +14,7 @@ import ray
 import megatron_drmas.environments
 import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.cluster.machine import object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure
@@ -98,7 +99,7 @@ class Cluster:
             await self._enter(environment)
         with self._phase("start Ray"):
             processes = sum(map(len, [*placement.actors.values(), *placement.engines.values()]))
-            session = RaySession(processes, config.cluster.start_timeout_s, logs)
+            session = RaySession(processes, config.cluster.start_timeout_s, logs, object_store_bytes(config))
             self._stack.callback(session.stop)
             await session.start()
             bundles = await _reserve(config, device)
