@@ -137,14 +137,12 @@ def check_machine(accelerator: Accelerator) -> list[Finding]:
             "Python", ".".join(map(str, sys.version_info[:3])), "3.11", python == (3, 11), "" if python == (3, 11) else "untested"
         )
     ]
+    findings.append(check_cores())
     if accelerator.error:
         findings.append(Finding("GPU", "unknown", "optional", False, f"torch does not import: {accelerator.error}"))
     elif not accelerator.devices:
-        from megatron_drmas.cluster.machine import usable_cores, usable_memory
-
         effect = "Megatron runs on the CPU over gloo, weights travel through shared memory, engines do not sleep"
-        found = f"none ({usable_cores()} CPU cores, {usable_memory() / 2**30:.0f} GiB of memory)"
-        findings.append(Finding("GPU", found, "optional", None, effect))
+        findings.append(Finding("GPU", "none", "optional", None, effect))
     else:
         names = sorted({f"{name}, {memory:.0f} GiB" for name, _, memory in accelerator.devices})
         findings.append(
@@ -159,6 +157,22 @@ def check_machine(accelerator: Accelerator) -> list[Finding]:
         ))  # fmt: skip
     findings.append(check_slurm())
     return findings
+
+
+def check_cores() -> Finding:
+    """The cores and the memory that what a run leaves open follows from."""
+    from megatron_drmas.cluster.machine import asked_threads, usable_cores, usable_memory
+    from megatron_drmas.config.errors import ConfigError
+
+    found = f"{usable_cores()} cores, {usable_memory() / 2**30:.0f} GiB"
+    try:
+        asked = asked_threads()
+    except ConfigError as error:
+        return Finding("CPU", found, "any", False, str(error))
+    share = "threads of a run: the cores, shared by the processes that compute together"
+    if asked is not None:
+        share = f"threads of a run: {asked} for each process, from OMP_NUM_THREADS; unset it, and the cores are shared"
+    return Finding("CPU", found, "any", True, share)
 
 
 def check_slurm() -> Finding:

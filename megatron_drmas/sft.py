@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class SftConfig:
     seed: int = setting("Of everything random", 0, minimum=0, below=2**31)
     output_dir: str = setting("Folder of run folders", "outputs")
     device: str = setting("What the ranks run on", "auto", choices={"auto": "a GPU where torch sees one", "cpu": "", "cuda": ""})
-    threads: int | None = setting("CPU threads of each rank; null: the cores shared by all ranks", None, minimum=1)
+    threads: int | None = setting(
+        "CPU threads of each rank; null: OMP_NUM_THREADS, or the cores shared by all ranks", None, minimum=1
+    )
 
 
 ConfigStore.instance().store(name="sft_schema", node=SftConfig)
@@ -80,7 +82,7 @@ def validate(config: SftConfig, files: bool = True, machine: bool = True) -> lis
     check_settings(config)
     check_name(config.name)
     check_policy("policy", config.policy, config.steps)
-    device = "cuda" if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()) else "cpu"
+    device = _device(config)
     warnings = []
     if files:
         if device == "cuda" and torch.cuda.device_count() < config.policy.parallel.world_size:
@@ -118,6 +120,9 @@ def finetune(config: SftConfig, progress: Callable[[dict], None] = lambda metric
 
 def _finetune(config: SftConfig, progress: Callable[[dict], None]) -> Path:
     examples = tokenize(load_dialogues(config.data, "data"), config)
+    config, fitted = fit_to_machine(config, examples)
+    if fitted:
+        print(f"sft: {fitted}", file=sys.stderr)
     run_dir = Path(config.output_dir) / config.name
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     world_size, port = config.policy.parallel.world_size, _free_port()
@@ -216,7 +221,7 @@ def _train_rank(
     from megatron_drmas.actor.policy_actor import PolicyActor
     from megatron_drmas.actor.settings import ActorSettings
 
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(config)
     if device == "cpu":
         torch.set_num_threads(rank_threads(config))
     else:
@@ -252,11 +257,31 @@ def _train_rank(
     actor.shutdown()
 
 
+def fit_to_machine(config: SftConfig, examples: list[TokenizedDialogue]) -> tuple[SftConfig, str]:
+    """The configuration with what it leaves to the machine's memory, and what was chosen; "" where nothing was open."""
+    from megatron_drmas.cluster.machine import Actor, fit_actors, gpu_memory, model_spec
+
+    policy, device = config.policy, _device(config)
+    if policy.recompute is not None and policy.micro_batch_tokens is not None:
+        return config, ""
+    longest = max(len(prompt) + len(response) for example in examples for prompt, response in example.turns)
+    actor = Actor(model_spec(policy), config.precision.mode, device, longest)
+    gpu = gpu_memory() if device == "cuda" else None
+    chosen, texts = fit_actors({config.name: policy}, {config.name: actor}, gpu)
+    return replace(config, policy=chosen[config.name]), "; ".join(texts)
+
+
+def _device(config: SftConfig) -> str:
+    import torch
+
+    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def rank_threads(config: SftConfig) -> int:
     """CPU threads of each rank."""
-    from megatron_drmas.cluster.machine import usable_cores
+    from megatron_drmas.cluster.machine import asked_threads, usable_cores
 
-    return config.threads or max(1, usable_cores() // config.policy.parallel.world_size)
+    return config.threads or asked_threads() or max(1, usable_cores() // config.policy.parallel.world_size)
 
 
 def _free_port() -> int:

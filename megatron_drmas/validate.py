@@ -17,6 +17,7 @@ from checkpoints_conv.formats.hf_folder import HfFolder, read_config, read_json
 from checkpoints_conv.mapping.model_mapping import ModelMapping
 from megatron_drmas.actor.precision import check_precision
 from megatron_drmas.algorithm.validation import check_algorithm_config
+from megatron_drmas.cluster.machine import object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.ray_start import check_ray
 from megatron_drmas.config.errors import ConfigError
@@ -73,7 +74,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
         route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
         choose_transport(config.cluster.transport, route, name)
     if machine:
-        check_ray(config.cluster.nodes if device == "cuda" else 1)
+        check_ray(config.cluster.nodes if device == "cuda" else 1, object_store_bytes(config))
     warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.
@@ -306,7 +307,7 @@ def check_policy(prefix: str, policy: PolicyConfig, optimizer_steps: int) -> Non
 
 
 def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
-    longest = _longest(name, config)
+    longest = config.longest_row(name)
     key = f"policies.{name}.engine.max_model_len"
     if policy.engine.max_model_len < longest:
         raise ConfigError(
@@ -315,20 +316,13 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
             f"prompt and response together may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
-    if policy.trainable and policy.micro_batch_tokens < longest:
+    if policy.trainable and policy.micro_batch_tokens is not None and policy.micro_batch_tokens < longest:
         raise ConfigError(
             f"policies.{name}.micro_batch_tokens",
             policy.micro_batch_tokens,
             f"one call may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
-
-
-def _longest(policy: str, config: RunConfig) -> int:
-    responses = [
-        a.max_response_tokens or config.rollout.max_response_tokens for a in config.team.agents.values() if a.policy == policy
-    ]
-    return config.rollout.max_prompt_tokens + max(responses)
 
 
 def _check_environment(config: RunConfig, files: bool) -> None:
@@ -354,7 +348,7 @@ def _check_head_size(name: str, policy: PolicyConfig, spec: ModelSpec) -> None:
 
 
 def _check_length(name: str, policy: PolicyConfig, spec: ModelSpec, config: RunConfig) -> None:
-    longest = max(_longest(name, config), policy.engine.max_model_len)
+    longest = max(config.longest_row(name), policy.engine.max_model_len)
     if longest > spec.max_position:
         raise ConfigError(
             "rollout.max_prompt_tokens",

@@ -148,13 +148,8 @@ def build_policy_model(spec: ModelSpec, settings: ActorSettings) -> DistributedD
 
 
 def shares_beginnings(settings: ActorSettings) -> bool:
-    """Whether tokens that rows begin with are packed once (`policies.X.packing`).
-
-    So are experts': their routing, which neither balances load nor drops tokens, is that of each token alone.
-    """
-    if settings.policy.packing == "auto":
-        return not DEVICES[settings.device].accelerated
-    return settings.policy.packing == "trie"
+    """Whether tokens that rows begin with are packed once (`policies.X.packing`)."""
+    return settings.policy.shares_beginnings(DEVICES[settings.device].accelerated)
 
 
 def _with_transformer_engine(settings: ActorSettings) -> bool:

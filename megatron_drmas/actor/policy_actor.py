@@ -209,6 +209,7 @@ class PolicyActor:
         budget, multiple = self.settings.policy.micro_batch_tokens, token_multiple(self.settings.precision)
         if parallel.sequence:
             multiple *= parallel.tensor
+        assert budget is not None, "chosen by `cluster.machine`"
         if self.shares_beginnings:
             plan = plan_shared_microbatches(batch, budget, parallel.data)
         else:

@@ -15,6 +15,7 @@ import megatron_drmas.environments
 import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.fork_server import ForkServer
+from megatron_drmas.cluster.machine import object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime, process_environment
 from megatron_drmas.cluster.process import ProcessFailure
@@ -106,7 +107,7 @@ class Cluster:
             for role in slots if forks else ():  # they import while Ray starts
                 server = ForkServer(role, make_folder(), process_environment(role, config, device), logs / f"{role}_imports.log")
                 self._servers[role] = await self._stack.enter_async_context(server)
-            session = RaySession(sum(slots.values()), config.cluster.start_timeout_s, logs, prestart=not forks)
+            session = RaySession(sum(slots.values()), config.cluster.start_timeout_s, logs, object_store_bytes(config), not forks)
             self._stack.callback(session.stop)
             await session.start()
             bundles = await _reserve(config, device)

@@ -23,7 +23,7 @@ from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.signals import reinstall_handlers
 from megatron_drmas.config.errors import ConfigError
 
-OBJECT_STORE_BYTES = 256 * 2**20  # holds a step's batches on a CPU
+OBJECT_STORE_BYTES = 128 * 2**20  # at least
 TEMPORARY_BYTES = 128 * 2**20  # for Ray's logs and sockets
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "ray_"
@@ -55,11 +55,12 @@ def named_cluster() -> tuple[str, int] | None:
     return match[1] or match[2], int(match[3])
 
 
-def check_ray(nodes: int) -> None:
+def check_ray(nodes: int, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
     """Check what Ray needs of this machine, without starting it.
 
     Args:
         nodes: how many the run has GPUs on.
+        object_store_bytes: of a cluster that the run starts.
 
     Raises:
         ConfigError: names the variable or the folder, and the remedy.
@@ -81,11 +82,11 @@ def check_ray(nodes: int) -> None:
             "start Ray on all of them, as slurm/lib.sh does",
         )
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    if free < OBJECT_STORE_BYTES:
+    if free < object_store_bytes:
         raise ConfigError(
             str(SHARED_MEMORY),
             f"{free >> 20} MiB free",
-            f"Ray's objects take {OBJECT_STORE_BYTES >> 20} MiB",
+            f"Ray's objects take {object_store_bytes >> 20} MiB",
             "enlarge it (containers: --shm-size), or remove what ended processes left there",
         )
     shutil.rmtree(make_folder())
@@ -138,11 +139,15 @@ class RaySession:
         processes: how many workers a cluster of its own starts at a time.
         timeout_s: for the start as a whole.
         logs: where the logs of a start that failed are kept.
+        object_store_bytes: room for the objects of a cluster of its own.
         prestart: start the workers before they are asked for; those that are asked for with a `py_executable` are others.
     """
 
-    def __init__(self, processes: int, timeout_s: float, logs: Path, prestart: bool = True):
+    def __init__(
+        self, processes: int, timeout_s: float, logs: Path, object_store_bytes: int = OBJECT_STORE_BYTES, prestart: bool = True
+    ):
         self._processes = processes
+        self._object_store_bytes = object_store_bytes
         self._timeout_s = timeout_s
         self._logs = logs
         self._prestart = prestart
@@ -172,7 +177,7 @@ class RaySession:
                 "address": "local",
                 "num_cpus": self._processes,
                 "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
+                "object_store_memory": self._object_store_bytes,
                 "_temp_dir": str(self._folder),
                 "_system_config": {"prestart_worker_first_driver": self._prestart},
             }

@@ -74,7 +74,9 @@ class PolicyConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    micro_batch_tokens: int = setting("Tokens of packed sequences in one micro-batch, at most", 8192, minimum=1)
+    micro_batch_tokens: int | None = setting(
+        "Tokens of packed sequences in one micro-batch, at most; null: as many as memory holds, up to 16,384", None, minimum=1
+    )
     packing: str = setting(
         "How a micro-batch holds its rows",
         "auto",
@@ -88,6 +90,13 @@ class PolicyConfig:
         "Keep only each layer's input and compute the rest again in the backward pass; null: where memory does not hold it all",
         None,
     )
+
+    def shares_beginnings(self, accelerated: bool) -> bool:
+        """Whether tokens that rows begin with are packed once, on a device that is accelerated or not.
+
+        So are experts': their routing, which neither balances load nor drops tokens, is that of each token alone.
+        """
+        return not accelerated if self.packing == "auto" else self.packing == "trie"
 
 
 @dataclass
@@ -292,14 +301,19 @@ class ClusterConfig:
     )
     nodes: int = setting("Nodes of the allocation", 1, minimum=1)
     gpus_per_node: int = setting("GPUs of each node that the run uses", 0, minimum=0)
+    gpu_memory_gib: float | None = setting("Memory of each GPU in GiB; null: what the driver's machine reports", None, above=0)
     transport: str = setting(
         "Of weights from actors to engines; auto: the first that serves the placement", "auto", registry="transport"
     )
     colocate: bool = setting("Actors and engines take turns on the same GPUs", True)
     actor_threads: int | None = setting(
-        "CPU threads of each actor rank; null: the cores shared by all ranks, which compute at the same time", None, minimum=1
+        "CPU threads of each actor rank; null: OMP_NUM_THREADS, or the cores shared by all ranks, which compute at the same time",
+        None,
+        minimum=1,
     )
-    engine_threads: int | None = setting("CPU threads of each engine; null: the cores shared by all engines", None, minimum=1)
+    engine_threads: int | None = setting(
+        "CPU threads of each engine; null: OMP_NUM_THREADS, or the cores shared by all engines", None, minimum=1
+    )
     start_timeout_s: float = setting("Seconds that the start of Ray, an actor, an engine or a service may take", 300.0, minimum=1)
     sync_timeout_s: float = setting("Seconds that a weight update may take", 120.0, minimum=1)
     step_timeout_s: float = setting("Seconds that an actor's update, checkpoint or export may take", 1800.0, minimum=1)
@@ -337,3 +351,10 @@ class RunConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     variables: dict[str, Any] = setting("Values that a recipe's own YAML interpolates", dict)
+
+    def longest_row(self, policy: str) -> int:
+        """Tokens that a prompt of one of the policy's agents may have together with its response."""
+        agents = [agent for agent in self.team.agents.values() if agent.policy == policy]
+        return self.rollout.max_prompt_tokens + max(
+            agent.max_response_tokens or self.rollout.max_response_tokens for agent in agents
+        )

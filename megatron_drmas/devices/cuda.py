@@ -5,6 +5,8 @@ from typing import Any
 from megatron_drmas.config.schema import EngineConfig
 from megatron_drmas.devices.base import Device
 
+PREFILL_TOKENS = 16384  # of one engine step, vLLM's own choice for its offline `LLM`: `LLMEngine` alone takes 2,048
+
 
 class Cuda(Device):
     """The GPUs of an allocation."""
@@ -35,6 +37,7 @@ class Cuda(Device):
         return {
             "gpu_memory_utilization": engine.gpu_memory_utilization,
             "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(PREFILL_TOKENS, engine.max_num_seqs),
             "enable_sleep_mode": sleep,
             "disable_custom_all_reduce": deterministic,
             "moe_backend": "triton",  # keeps experts as they are loaded, so that updates in place and digests of them are right

@@ -52,7 +52,9 @@ def _make(tiny_team: Path, folder: Path, seed: int) -> None:
         tuned = finetune(
             SftConfig(
                 name="warm_start",
-                policy=PolicyConfig(model=str(tiny_team / "llama"), optimizer=optimizer),
+                policy=PolicyConfig(
+                    model=str(tiny_team / "llama"), optimizer=optimizer, micro_batch_tokens=8192, recompute=False
+                ),
                 precision=PrecisionConfig(mode="fp32"),
                 data=str(data),
                 steps=STEPS,

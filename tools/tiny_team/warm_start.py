@@ -99,7 +99,7 @@ def _make_policy(policy: str, out: Path, scratch: Path, reports: multiprocessing
     optimizer = OptimizerConfig(lr=recipe.lr, beta2=0.95, decay="linear", decay_steps=recipe.decay_steps, warmup_steps=10)
     config = SftConfig(
         name=policy,
-        policy=PolicyConfig(model=str(start), optimizer=optimizer),
+        policy=PolicyConfig(model=str(start), optimizer=optimizer, micro_batch_tokens=8192, recompute=False),
         precision=PrecisionConfig(mode="fp32"),
         data=str(data),
         steps=recipe.steps,
