@@ -145,7 +145,7 @@ class _Rehearsal:
             logprobs=[0.0],
             limit=1,
             finish_reason="stop",
-            weight_version=0,
+            weight_versions=[(0, 1)],
             text=text,
             content=agent.parse(text),
         )

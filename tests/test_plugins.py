@@ -205,7 +205,7 @@ def test_the_team_uses_the_tools_and_the_environment(config):
     class Context:
         async def call(self, role, question, shouted):
             assert shouted == "WHO ? BO"
-            return Turn("sam", "qwen2", 0, [], [0], [0], [0.0], 8, "stop", 0, "it is bo", "bo")
+            return Turn("sam", "qwen2", 0, [], [0], [0], [0.0], 8, "stop", [(0, 1)], "it is bo", "bo")
 
         async def tool(self, name, **arguments):
             return await environment.call_tool(name, QUESTION, arguments)
@@ -217,7 +217,7 @@ def test_the_team_uses_the_tools_and_the_environment(config):
 
 
 def test_the_estimator_gives_the_advantages(config):
-    turn = Turn("sam", "qwen2", 0, [], [5], [7, 8], [-0.1, -0.2], 8, "stop", 0, "bo", "bo")
+    turn = Turn("sam", "qwen2", 0, [], [5], [7, 8], [-0.1, -0.2], 8, "stop", [(0, 2)], "bo", "bo")
     group = [Trajectory(QUESTION, 0, sample, [turn], reward=float(sample)) for sample in range(3)]
     batch = collate(group, ("sam",), ("qwen2",), {"sam"})
     advantages = compute_advantages(batch, config.algorithm)

@@ -22,6 +22,8 @@ def collate(
         policies: names that number the column `policy`.
         trainable: the agents that learn.
     """
+    trajectories = list(trajectories)
+    questions = {trajectory.group: trajectory.question.id for trajectory in trajectories}
     kept = [(number, trajectory) for number, trajectory in enumerate(trajectories) if trajectory.failure is None]
     places = [(number, trajectory) for number, trajectory in kept for _ in trajectory.turns]
     turns = [turn for _, trajectory in kept for turn in trajectory.turns]
@@ -45,11 +47,12 @@ def collate(
         policy=ints(policy_index[turn.policy] for turn in turns),
         group=ints(trajectory.group for _, trajectory in places),
         trajectory=ints(number for number, _ in places),
+        sample=ints(trajectory.sample for _, trajectory in places),
         turn=ints(turn.index for turn in turns),
         reward=floats(trajectory.reward for _, trajectory in places),
         valid=torch.tensor([turn.valid for turn in turns], dtype=torch.bool),
         trainable=torch.tensor([turn.agent in trainable for turn in turns], dtype=torch.bool),
-        weight_version=ints(turn.weight_version for turn in turns),
+        weight_versions=_spread([span for turn in turns for span in turn.weight_versions]),
         role_reward=floats(trajectory.role_rewards.get(turn.agent, 0.0) for (_, trajectory), turn in zip(places, turns)),
         turn_reward=floats(turn.reward for turn in turns),
         response_limits=ints(turn.limit for turn in turns),
@@ -57,7 +60,14 @@ def collate(
         state=ints(hash(tuple(turn.prompt_ids)) for turn in turns),
         agents=agents,
         policies=policies,
+        questions=tuple(questions.get(group, "") for group in range(max(questions, default=-1) + 1)),
     )
+
+
+def _spread(spans: list[tuple[int, int]]) -> Tensor:
+    """The version of every token, int32."""
+    versions, tokens = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    return torch.from_numpy(versions.astype(np.int32).repeat(tokens))
 
 
 def _flat(dtype: type, parts: Iterable[list]) -> Tensor:

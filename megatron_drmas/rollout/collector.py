@@ -173,8 +173,8 @@ class Collector:
             trajectory.success = bool(self.environment.success(trajectory.question, trajectory.outcome, trajectory.reward))
             earned: dict[str, list[float]] = defaultdict(list)
             for turn in trajectory.turns:
-                of_what = f"call {turn.index}, of {turn.agent!r}, on question {trajectory.question.id!r} earned"
-                turn.reward = finite_reward(turn.reward, of_what)
+                place = f"question {trajectory.question.id}, sample {trajectory.sample}, call {turn.index} (agent {turn.agent})"
+                turn.reward = finite_reward(turn.reward, f"{place} earned")
                 earned[turn.agent].append(turn.reward)
             trajectory.role_rewards = {agent: sum(rewards) / len(rewards) for agent, rewards in earned.items()}
         except TrajectoryFailure as failure:
@@ -237,7 +237,7 @@ class _TrajectoryContext:
             sample.logprobs,
             limit,
             sample.finish_reason,
-            sample.weight_version,
+            sample.weight_versions,
             text,
             agent.parse(text, prompt_end=tokenizer.text(prompt_ids[-PROMPT_END:])),
         )

@@ -201,8 +201,11 @@ class LLMCore:
         for position, value in enumerate(logprobs):
             if value is None or not math.isfinite(value):
                 return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")
-        return Sample(key, token_ids, logprobs, completion.finish_reason, int(completion.weight_versions[0].version))
+        versions = [(int(span.version), span.end - span.start) for span in completion.weight_versions or []]
+        if sum(tokens for _, tokens in versions) != len(token_ids):
+            return self._failed(key, f"the engine names the weights {versions} (version, tokens) of {len(token_ids)} tokens")
+        return Sample(key, token_ids, logprobs, completion.finish_reason, versions)
 
     def _failed(self, key: int, error: str) -> Sample:
         self.counts["errors"] += 1
-        return Sample(key, [], [], "error", self._version, error)
+        return Sample(key, [], [], "error", [], error)

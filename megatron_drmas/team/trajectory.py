@@ -13,7 +13,8 @@ class Turn:
     """One agent call.
 
     `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenized
-    again for training.
+    again for training.  `weight_versions` are spans (version of the weights, tokens that they sampled) in the order of the
+    response, so their tokens add up to it; an update while the engine worked on the call begins another span.
     """
 
     agent: str
@@ -25,7 +26,7 @@ class Turn:
     logprobs: list[float]
     limit: int  # response tokens that the call was allowed
     finish_reason: str  # stop | length
-    weight_version: int
+    weight_versions: list[tuple[int, int]]
     text: str
     content: str | None  # what the agent's parser accepted
     verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither

@@ -82,7 +82,7 @@ class _Scripted:
         if text is None:
             self.pending = (agent, variables)
             raise _Waiting
-        return Turn(agent, "", 0, [], [], [], [], 0, "stop", 0, text, content)
+        return Turn(agent, "", 0, [], [], [], [], 0, "stop", [], text, content)
 
 
 class ContextStudy:

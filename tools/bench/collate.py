@@ -40,7 +40,7 @@ def trajectories(count: int, tokens: int) -> list[Trajectory]:
                 logprobs=[-0.5] * (tokens // 8),
                 limit=tokens,
                 finish_reason="stop",
-                weight_version=0,
+                weight_versions=[(0, tokens // 8)],
                 text="",
                 content="",
             )
