@@ -17,7 +17,6 @@ from typing import Any
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.base import ServiceFailure
-from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.records import CHECKPOINT
 from megatron_drmas.observability.run_log import RunLog
@@ -244,7 +243,7 @@ class Saver:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
+        if not isinstance(error, (UnhealthyRun, ServiceFailure)):
             return
         if self._done is not None:
             await self.save()

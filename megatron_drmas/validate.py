@@ -332,7 +332,6 @@ def _longest(policy: str, config: RunConfig) -> int:
 
 
 def _check_environment(config: RunConfig, files: bool) -> None:
-    _choice("environment.name", config.environment.name, ENVIRONMENTS)
     environment, workflow = ENVIRONMENTS[config.environment.name], WORKFLOWS[config.team.workflow.name]
     for name in workflow.tools:
         if name not in environment.tools():

@@ -3,7 +3,7 @@
 Nothing waits for a whole batch to finish an agent's turn; the calls of all trajectories meet in the engines'
 continuous batching.  In deterministic mode they meet in *rounds* instead: engines are given work only when every live
 trajectory waits for an engine, and in the order of the requests' seeds, so that what an engine computes together is a
-function of the tokens alone.  The price is that an engine idles while a round's slowest response or retrieval finishes.
+function of the tokens alone.  The price is that an engine idles while a round's slowest response or tool call finishes.
 """
 
 import asyncio

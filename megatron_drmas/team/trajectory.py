@@ -50,7 +50,7 @@ class Outcome:
 class Trajectory:
     """One run of the workflow on one question.
 
-    A trajectory whose `failure` is set was cut short by something that is not the team's doing (a retrieval error, an
+    A trajectory whose `failure` is set was cut short by something that is not the team's doing (a tool that failed, an
     engine's NaN, a prompt that cannot fit).  It is counted and masked out of training and evaluation averages.
     """
 
@@ -77,7 +77,7 @@ class TrajectoryFailure(Exception):
     """Ends one trajectory, never the run.
 
     Args:
-        cause: short stable name under which the failure is counted (`retrieval`, `engine`, `prompt_too_long`, …).
+        cause: short stable name under which the failure is counted (`tool`, `engine`, `prompt_too_long`, …).
         detail: for the log.
     """
 
