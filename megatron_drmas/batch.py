@@ -47,6 +47,10 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
+    def row_name(self, row: int) -> str:
+        """What messages call a row."""
+        return f"row {row}"
+
     @property
     def lengths(self) -> Tensor:
         """Tokens of each row, int64 [R]."""
@@ -93,15 +97,17 @@ class TurnBatch(TokenBatch):
     engine_logprobs: Tensor  # float32 [T'], log-probability of each response token when it was sampled
     agent: Tensor  # int64 [R], index into agents
     policy: Tensor  # int64 [R], index into policies
-    group: Tensor  # int64 [R], the question
+    group: Tensor  # int64 [R], the question: index into questions
     trajectory: Tensor  # int64 [R]
+    sample: Tensor  # int64 [R], position of the trajectory among the question's
     turn: Tensor  # int64 [R], position of the call within its trajectory
     reward: Tensor  # float32 [R], return of the row's trajectory
     valid: Tensor  # bool [R], the output could be parsed
     trainable: Tensor  # bool [R], the agent and its policy learn
-    weight_version: Tensor  # int64 [R], weights that sampled the row
+    weight_versions: Tensor  # int32 [T'], version of the weights that sampled each response token
     agents: tuple[str, ...]
     policies: tuple[str, ...]
+    questions: tuple[str, ...]  # ids
     role_reward: Tensor | None = None  # float32 [R], what the row's role earned in the trajectory
     turn_reward: Tensor | None = None  # float32 [R], what this call earned
     response_limits: Tensor | None = None  # int64 [R], response tokens that the call was allowed
@@ -111,7 +117,18 @@ class TurnBatch(TokenBatch):
     advantages: Tensor | None = None  # float32 [T']
     token_weights: Tensor | None = None  # float32 [T'], weight of each token's loss; they carry every normalization
 
-    response_columns: ClassVar[tuple[str, ...]] = ("engine_logprobs", "reference_logprobs", "advantages", "token_weights")
+    response_columns: ClassVar[tuple[str, ...]] = (
+        "engine_logprobs",
+        "weight_versions",
+        "reference_logprobs",
+        "advantages",
+        "token_weights",
+    )
+
+    def row_name(self, row: int) -> str:
+        """Such as "question q7, sample 3, call 2 (agent search)", counted from 0 as in the logged trajectories."""
+        question, agent = self.questions[int(self.group[row])], self.agents[int(self.agent[row])]
+        return f"question {question}, sample {int(self.sample[row])}, call {int(self.turn[row])} (agent {agent})"
 
     def filled(self, column: str) -> Tensor:
         """An optional column that must be there; ValueError if it is not."""

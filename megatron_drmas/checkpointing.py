@@ -20,7 +20,6 @@ from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.base import ServiceFailure
-from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.observability.records import CHECKPOINT
@@ -331,9 +330,9 @@ class Saver:
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)) and self._done is not None:
+            if isinstance(error, (UnhealthyRun, ServiceFailure)) and self._done is not None:
                 await self.save()
-            if error is None or isinstance(error, (UnhealthyRun, ServiceFailure, GraderError)):
+            if error is None or isinstance(error, (UnhealthyRun, ServiceFailure)):
                 await self.settle()
             elif isinstance(error, Exception) and not isinstance(error, RunLockLost) and self._writing is not None:
                 await asyncio.wait((self._writing,), timeout=LAST_WRITE_S)  # unless its actor is what failed

@@ -116,6 +116,7 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
         "calls_per_trajectory": len(rows) / trajectories,
+        "weight_version_spread": float(rows.weight_versions.max() - rows.weight_versions.min()),
     }
 
 
@@ -198,7 +199,7 @@ def trajectory_records(
             prompt_tokens=len(turn.prompt_ids),
             response_tokens=len(turn.token_ids),
             max_response_tokens=turn.limit,
-            weight_version=turn.weight_version,
+            weight_versions=turn.weight_versions,
             reward=turn.reward,
             logprob_mean=float(turn.logprobs.mean(dtype="float64")),
             logprob_min=float(turn.logprobs.min()),

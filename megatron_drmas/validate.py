@@ -326,7 +326,6 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
 
 
 def _check_environment(config: RunConfig, files: bool) -> None:
-    _choice("environment.name", config.environment.name, ENVIRONMENTS)
     environment, workflow = ENVIRONMENTS[config.environment.name], WORKFLOWS[config.team.workflow.name]
     for name in workflow.tools:
         if name not in environment.tools():

@@ -147,7 +147,7 @@ class _Rehearsal:
             logprobs=np.empty(0),
             limit=1,
             finish_reason="stop",
-            weight_version=0,
+            weight_versions=[(0, 1)],
             text=text,
             content=agent.parse(text),
         )

@@ -32,7 +32,7 @@ def trajectories() -> list[Trajectory]:
     """Two questions' worth: returns that differ, a failure, a tool that found nothing."""
 
     def turn(index):
-        return Turn("solver", "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", 0, "text", "text")
+        return Turn("solver", "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", [(0, 3)], "text", "text")
 
     made = []
     for sample, (reward, failure) in enumerate([(1.0, None), (0.0, None), (0.0, "retrieval")]):

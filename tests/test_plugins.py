@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from megatron_drmas.algorithm.advantages import compute_advantages
 from megatron_drmas.algorithm.estimators import ESTIMATORS
+from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
+from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.config.setting import EXTENSIONS
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.rollout.collate import collate
@@ -34,6 +37,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_drmas.algorithm.estimators import register_estimator
+from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.config.setting import setting
 from megatron_drmas.environments.base import Environment, register_environment
 from megatron_drmas.team.tool import register_tool, tool
 from megatron_drmas.team.trajectory import Outcome
@@ -123,18 +128,18 @@ async def length(text: str) -> int:
 @register_environment("echo")
 class Echo(Environment):
     @dataclass
-    class Options:
-        bonus: float = 0.5
+    class Config(EnvironmentConfig):
+        bonus: float = setting("What any answer earns", 0.5, minimum=0)
 
     @tool("shout")
     async def shout(self, question, text: str) -> str:
         return f"{text} {question.answers[0]}".upper()
 
     async def reward(self, question, outcome):
-        return self.options.bonus + (outcome.answer in question.answers)
+        return self.config.bonus + (outcome.answer in question.answers)
 
     def success(self, question, outcome, reward):
-        return reward > self.options.bonus
+        return reward > self.config.bonus
 
 
 @register_workflow("ask_and_measure")
@@ -166,7 +171,7 @@ team:
   workflow: {name: ask_and_measure}
   agents:
     sam: {role: solver, policy: qwen2, tag: answer, prompt: "answerer question: {{ question }} answerer:"}
-environment: {name: echo, options: {bonus: 0.25}}
+environment: {name: echo, bonus: 0.25}
 algorithm: {advantage: {estimator: alternate}}
 cluster: {transport: files}
 data: {train: "???", eval: "???"}
@@ -181,7 +186,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("outside")
     (folder / "everything.py").write_text(PLUGIN)
     (folder / "borrowed.yaml").write_text(RECIPE)
-    registries = (ENVIRONMENTS, ESTIMATORS, TOOLS, TRANSPORTS, WORKFLOWS)
+    registries = (ENVIRONMENTS, EXTENSIONS[EnvironmentConfig], ESTIMATORS, TOOLS, TRANSPORTS, WORKFLOWS)
     before = [dict(registry) for registry in registries]
     yield folder
     for registry, names in zip(registries, before):
@@ -199,13 +204,27 @@ def test_the_configuration_is_valid_and_the_names_are_known(config):
     assert validate(config, files=False, machine=False) == []
 
 
+@pytest.mark.parametrize(
+    "override, problem",
+    [
+        ("environment.bonus=-1", "environment.bonus = -1.0: is too small"),
+        ("environment.bonus=much", "environment.bonus = 'much': is not a number"),
+        ("environment.bonnus=1", "did you mean environment.bonus"),
+    ],
+)
+def test_the_settings_that_the_environment_brings_are_checked(folder, override, problem):
+    with pytest.raises(ConfigError, match=problem):
+        settings = ["policies.qwen2.model=m", "data.train=t", "data.eval=e", override]
+        validate(compose_config("borrowed", settings, folder), files=False, machine=False)
+
+
 def test_the_team_uses_the_tools_and_the_environment(config):
     environment = ENVIRONMENTS["echo"](config.environment)
 
     class Context:
         async def call(self, role, question, shouted):
             assert shouted == "WHO ? BO"
-            return Turn("sam", "qwen2", 0, [], [0], [0], [0.0], 8, "stop", 0, "it is bo", "bo")
+            return Turn("sam", "qwen2", 0, [], [0], [0], [0.0], 8, "stop", [(0, 1)], "it is bo", "bo")
 
         async def tool(self, name, **arguments):
             return await environment.call_tool(name, QUESTION, arguments)
@@ -217,7 +236,7 @@ def test_the_team_uses_the_tools_and_the_environment(config):
 
 
 def test_the_estimator_gives_the_advantages(config):
-    turn = Turn("sam", "qwen2", 0, [], [5], [7, 8], [-0.1, -0.2], 8, "stop", 0, "bo", "bo")
+    turn = Turn("sam", "qwen2", 0, [], [5], [7, 8], [-0.1, -0.2], 8, "stop", [(0, 2)], "bo", "bo")
     group = [Trajectory(QUESTION, 0, sample, [turn], reward=float(sample)) for sample in range(3)]
     batch = collate(group, ("sam",), ("qwen2",), {"sam"})
     advantages = compute_advantages(batch, config.algorithm)

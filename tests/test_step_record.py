@@ -25,7 +25,7 @@ AGENTS = ("search", "answer")
 
 def turn(agent, index, valid=True):
     return Turn(
-        agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", 0, "text", "text" if valid else None
+        agent, "writer", index, [], [5, 6], [7, 8, 1], [-0.1, -0.2, -0.3], 8, "stop", [(0, 3)], "text", "text" if valid else None
     )
 
 
@@ -134,7 +134,12 @@ def test_a_trajectory_is_kept_with_everything_that_was_made_of_it():
     )
     assert first["info"] == {"searches": 2, "odd": repr({1, 2})} and first["masked"] is None
     turn = first["turns"][1]
-    assert (turn["prompt"], turn["finish_reason"], turn["weight_version"], turn["response_tokens"]) == ("<5><6>", "stop", 0, 3)
+    assert (turn["prompt"], turn["finish_reason"], turn["weight_versions"], turn["response_tokens"]) == (
+        "<5><6>",
+        "stop",
+        [[0, 3]],
+        3,
+    )
     assert (
         turn["logprob_mean"] == pytest.approx(-0.2) and turn["logprob_min"] == pytest.approx(-0.3) and turn["prompt_ids"] is None
     )

@@ -219,7 +219,9 @@ def test_a_server_that_fails_changes_no_bit_or_stops_the_run(train, undisturbed,
 @pytest.mark.slow
 def test_a_grader_that_cannot_start_ends_the_run_by_its_name(train):
     one_agent = ("team=math_single", "team.agents.solver.policy=qwen2", "~policies.llama", "~policy@policies.llama")
-    code, said, folder = train("grader", *one_agent, "environment.name=math", "environment.grader.memory_mib=16")
+    code, said, folder = train(
+        "grader", *one_agent, "environment.name=math", "~environment.retrieval", "environment.grader.memory_mib=16"
+    )
     assert (
         code == 1
         and "train: a grading worker did not start with environment.grader.memory_mib=16" in said

@@ -28,7 +28,7 @@ def reference() -> str:
     for key in keys_of(RunConfig):
         if key.setting is None or key.section:
             continue
-        own = key.path.rpartition(".")[0]
+        own = key.path.rpartition(".")[0] + (f" ({key.owner})" if key.owner else "")
         if own != section:
             section = own
             lines += [f"\n## {own or 'The run'}\n", "| key | type | default | meaning |", "|---|---|---|---|"]

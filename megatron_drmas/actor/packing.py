@@ -81,7 +81,7 @@ def pack_rows(
     """
     empty = batch.prompt_lengths[rows] < 1
     if wanted is None and bool(empty.any()):
-        raise ValueError(f"row {int(rows[empty][0])} has an empty prompt: nothing predicts its first token")
+        raise ValueError(f"{batch.row_name(int(rows[empty][0]))} has an empty prompt: nothing predicts its first token")
     if share:
         rows, common = sort_by_tokens(batch, rows)
     else:

@@ -213,7 +213,7 @@ class PolicyActor:
         if self.shares_beginnings:
             plan = plan_shared_microbatches(batch, budget, parallel.data)
         else:
-            plan = plan_microbatches(batch.lengths, budget, parallel.data)
+            plan = plan_microbatches(batch, budget, parallel.data)
         own = plan[parallel_state.get_data_parallel_rank()]
         return [pack_rows(batch, rows, multiple, wanted, self.shares_beginnings) for rows in own]
 

@@ -36,7 +36,7 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 
     Raises:
         ConfigError: an unknown estimator or choice.
-        ValueError: a score is not finite, or a column that a setting needs is missing.
+        ValueError: a score or an advantage is not finite, or a column that a setting needs is missing.
     """
     advantage = config.advantage
     check_advantage_config(advantage)
@@ -54,6 +54,12 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
             score_magnitudes(batch, config),
         )
     rows = ESTIMATORS[advantage.estimator](scores, batch, config)
+    if len(rows) != len(batch) or not rows.isfinite().all():
+        wrong = f"{len(rows)} advantages for {len(batch)} rows"
+        if len(rows) == len(batch):
+            row = int((~rows.isfinite()).nonzero()[0])
+            wrong = f"advantage {float(rows[row])} of {batch.row_name(row)}"
+        raise ValueError(f"estimator {advantage.estimator!r} returned {wrong}")
     if advantage.clip:
         rows = rows.clamp(-advantage.clip, advantage.clip)
     return expand_rows(rows, batch.response_lengths)

@@ -37,23 +37,23 @@ def plan_minibatches(batch: TurnBatch, updates: int, generator: torch.Generator 
     return [torch.isin(question, part).nonzero().flatten() for part in dealt]
 
 
-def plan_microbatches(lengths: Tensor, budget_tokens: int, dp_size: int = 1) -> list[list[Tensor]]:
+def plan_microbatches(batch: TokenBatch, budget_tokens: int, dp_size: int = 1) -> list[list[Tensor]]:
     """Pack rows into micro-batches of at most `budget_tokens`, as evenly as longest-first dealing gets.
 
     Every rank gets the same number of micro-batches, so that collectives in the forward pass meet; some may be empty.
     The plan is a function of its arguments.
 
     Args:
-        lengths: int64 [R], tokens of each row of the mini-batch.
+        batch: the mini-batch.
 
     Returns:
-        plan[rank][i] int64 indices into the R rows, ascending.
+        plan[rank][i] int64 indices into its R rows, ascending.
 
     Raises:
         ValueError: a row alone exceeds the budget.
     """
-    sizes = lengths.tolist()
-    _check_sizes(sizes, budget_tokens)
+    sizes = batch.lengths.tolist()
+    _check_sizes(batch, sizes, budget_tokens)
     longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     per_rank = max(1, -(-sum(sizes) // (budget_tokens * dp_size)))
     while (bins := _deal(sizes, longest_first, per_rank * dp_size, budget_tokens)) is None:
@@ -73,7 +73,7 @@ def plan_shared_microbatches(batch: TokenBatch, budget_tokens: int, dp_size: int
     Raises:
         ValueError: a row alone exceeds the budget.
     """
-    _check_sizes(batch.lengths.tolist(), budget_tokens)
+    _check_sizes(batch, batch.lengths.tolist(), budget_tokens)
     order, common = sort_by_tokens(batch)
     lengths, responses = batch.lengths[order].tolist(), batch.response_lengths[order].tolist()
     own = [length - shared for length, shared in zip(lengths, common.tolist(), strict=True)]
@@ -100,11 +100,11 @@ def plan_shared_microbatches(batch: TokenBatch, budget_tokens: int, dp_size: int
     return _over_ranks(rows, sizes + [0] * empty, dp_size)
 
 
-def _check_sizes(sizes: list[int], budget_tokens: int) -> None:
+def _check_sizes(batch: TokenBatch, sizes: list[int], budget_tokens: int) -> None:
     if sizes and max(sizes) > budget_tokens:
         row = sizes.index(max(sizes))
         raise ValueError(
-            f"row {row} has {sizes[row]} tokens, micro_batch_tokens = {budget_tokens}: "
+            f"{batch.row_name(row)} has {sizes[row]} tokens, micro_batch_tokens = {budget_tokens}: "
             "raise micro_batch_tokens or lower the prompt and response limits"
         )
 

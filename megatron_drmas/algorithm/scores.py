@@ -26,9 +26,8 @@ def row_scores(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
     scores = reduce(torch.add, score_terms(batch, config))
     if len(scores) and not torch.stack(scores.aminmax()).isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
-        agent = batch.agents[int(batch.agent[row])]
         raise ValueError(
-            f"score of row {row} (agent {agent}, group {int(batch.group[row])}) = {float(scores[row])}: "
+            f"score of {batch.row_name(row)} = {float(scores[row])}: "
             "advantages need finite scores; mask the trajectory or correct its reward"
         )
     return scores

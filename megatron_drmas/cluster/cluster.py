@@ -24,14 +24,13 @@ from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment, Place, ServiceFailure
-from megatron_drmas.environments.grading import GraderError
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collector import Collector
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
-FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError, GraderError)  # what ends a run by its name
+FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError)  # what ends a run by its name
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 

@@ -1,7 +1,7 @@
 """A polite end: the step in progress is finished and saved before the run stops.
 
 A terminal's Ctrl-C reaches every process of its foreground group.  The run's own processes are deaf to it: Ray blocks SIGINT
-in all that it starts, and the retrieval server and the grading workers have sessions of their own.
+in all that it starts, and the environment's services have sessions of their own.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Settings of the algorithm: scores, advantages and loss.  Formulas are in `megatron_drmas.algorithm`.
 
-The defaults are Dr. MAS (arXiv 2602.08847) as it trained the search team.
+The defaults are Dr. MAS (arXiv 2602.08847) with its paper's settings for question answering.
 """
 
 from dataclasses import dataclass, field

@@ -22,12 +22,13 @@ def explain(schema: type, path: str, registries: Mapping[str, typing.Iterable[st
     Raises:
         ConfigError: no such key.
     """
-    keys = {key.path: key for key in keys_of(schema)}
-    found = [key for key in keys.values() if _is_under(path.split("."), key.path.split("."))]
+    keys = list(keys_of(schema))
+    found = [key for key in keys if _is_under(path.split("."), key.path.split("."))]
     if not found:
+        paths = list(dict.fromkeys(key.path for key in keys))
         near = (
-            difflib.get_close_matches(path, keys, n=3, cutoff=0.5)
-            or [p for p in keys if p.split(".")[-1] == path.split(".")[-1]][:3]
+            difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
+            or [p for p in paths if p.split(".")[-1] == path.split(".")[-1]][:3]
         )
         raise ConfigError("--explain", path, "no such key", f"near it: {', '.join(near)}" if near else "--print lists every key")
     return "\n".join(describe(key, registries or {}) for key in found if key.setting or not key.section)
@@ -41,6 +42,8 @@ def describe(key: Key, registries: Mapping[str, typing.Iterable[str]]) -> str:
         facts.append("must be set" if key.default == MISSING else f"default {default_text(key.default)}")
     if known and known.bounds:
         facts.append(f"in {known.bounds}")
+    if key.owner:
+        facts.append(f"of {key.path.partition('.')[0]} {key.owner}")
     lines = [f"{key.path}  ({', '.join(facts)})" if facts else f"{key.path}"]
     if known:
         lines.append(f"    {known.meaning}")

@@ -17,13 +17,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.mistakes import check_names, check_written_names, composed_keys, refusal
+from megatron_drmas.config.mistakes import check_environment, check_names, check_written_names, composed_keys, refusal
 from megatron_drmas.config.plugins import import_plugins
-from megatron_drmas.config.schema import RunConfig
+from megatron_drmas.config.schema import EnvironmentConfig, RunConfig
+from megatron_drmas.config.setting import EXTENSIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 SFT_DIR = CONFIG_DIR / "sft"
@@ -31,7 +32,9 @@ SFT_DIR = CONFIG_DIR / "sft"
 # What Hydra lets through of YAML that is broken, or is not a configuration.
 MALFORMED = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
-ConfigStore.instance().store(name="schema", node=RunConfig)
+SCHEMA = OmegaConf.structured(RunConfig)
+OmegaConf.set_struct(SCHEMA.environment, False)  # which keys there are depends on its name: see `_typed`
+ConfigStore.instance().store(name="schema", node=SCHEMA)
 
 
 class PackageConfigs(SearchPathPlugin):
@@ -91,9 +94,10 @@ def compose_config(
         if missing:
             raise ConfigError(missing[0], None, "has no value", f"set it: {missing[0]}=VALUE")
         plain = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
         if schema is RunConfig:
-            config.plugins = import_plugins(config.plugins, folders[0])
+            plain.plugins = import_plugins(plain.plugins, folders[0])
+            check_environment(plain.environment)
+        config: Any = OmegaConf.to_object(OmegaConf.merge(_typed(schema, plain), plain))
     except (HydraException, OmegaConfBaseException) as error:
         groups = _groups([folders[0], CONFIG_DIR])
         raise refusal(error, overrides, _known_keys(folders[0], name, overrides, schema, groups), groups, where) from error
@@ -137,8 +141,20 @@ def _known_keys(folder: Path, name: str, overrides: Sequence[str], schema: type,
         except (HydraException, OmegaConfBaseException, *MALFORMED):
             continue
         check_names(node.get("policies") or (), (node.get("team") or {}).get("agents") or ())
-        return composed_keys(node)
+        return [key for key in composed_keys(node) if not key.startswith("environment.")] + [
+            key for key in composed_keys(_typed(schema, node)) if key.startswith("environment.")
+        ]
     return composed_keys(OmegaConf.structured(schema))
+
+
+def _typed(schema: type, node: Any) -> DictConfig:
+    """The schema with the settings of the environment that `node` names."""
+    typed = OmegaConf.structured(schema)
+    if schema is RunConfig and node.get("environment"):
+        typed.environment = OmegaConf.structured(
+            EXTENSIONS[EnvironmentConfig].get(node.environment.get("name"), EnvironmentConfig)
+        )
+    return typed
 
 
 def to_yaml(config: Any) -> str:

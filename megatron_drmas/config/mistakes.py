@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -10,7 +11,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import AgentConfig, PolicyConfig
+from megatron_drmas.config.schema import AgentConfig, EnvironmentConfig, PolicyConfig
+from megatron_drmas.config.setting import EXTENSIONS
 
 MAX_SUGGESTIONS = 4
 MIN_LIKENESS = 0.6
@@ -47,6 +49,25 @@ def check_written_names(recipe: Any) -> None:
     keys = [str(key) for entry in (defaults if isinstance(defaults, list) else ()) if isinstance(entry, dict) for key in entry]
     chosen = [key.partition("@policies.")[2] for key in keys if "policy@policies." in key]
     check_names([*chosen, *section(recipe, "policies")], section(section(recipe, "team"), "agents"))
+
+
+def check_environment(settings: Any) -> None:
+    """That the environment is registered, and that no setting is another one's.
+
+    Raises:
+        ConfigError: the environment that there is not, or the setting.
+    """
+    known = {name: {field.name for field in fields(declared)} for name, declared in EXTENSIONS[EnvironmentConfig].items()}
+    if not isinstance(settings, DictConfig) or settings._is_none():
+        return
+    name = settings.get("name")
+    if name not in known:
+        raise ConfigError("environment.name", name, "unknown", f"choose one of: {', '.join(sorted(known))}")
+    for key in map(str, settings):
+        owners = [other for other, keys in known.items() if key in keys]
+        if owners and name not in owners:
+            problem = f"is a setting of environment {' and '.join(owners)}, not of {name}"
+            raise ConfigError(f"environment.{key}", None, problem, f"leave it out: '~environment.{key}'")
 
 
 def refusal(

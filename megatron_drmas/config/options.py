@@ -20,7 +20,7 @@ def typed_options(key: str, owner: str, declared: type, given: dict[str, Any]) -
 
     Args:
         key: where they stand in the configuration, such as team.workflow.options.
-        owner: whose they are, for errors, such as "workflow 'search'".
+        owner: whose they are, for errors, such as "workflow 'voting'".
 
     Raises:
         ConfigError: an option that is not declared, or a value of the wrong type.
@@ -30,7 +30,11 @@ def typed_options(key: str, owner: str, declared: type, given: dict[str, Any]) -
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             remedy = (
-                f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}" if known else "it has none; remove it"
+                f"did you mean {key}.{near[0]}?"
+                if near
+                else f"its options: {', '.join(known)}"
+                if known
+                else "it has none; remove it"
             )
             raise ConfigError(f"{key}.{name}", value, f"is not an option of {owner}", remedy)
         try:

@@ -167,43 +167,11 @@ class TeamConfig:
 
 
 @dataclass
-class RetrievalConfig:
-    """Where a search team's passages come from."""
-
-    url: str | None = setting("A running server; null: the run starts one over `corpus`", None)
-    corpus: str | None = setting('JSON lines {"id", "contents"}', None)
-    encoder: str | None = setting("sentence-transformers folder for dense retrieval over `corpus`; null: BM25", None)
-    query_prefix: str | None = setting('"query: " for E5; null: what the encoder says', None)
-    passage_prefix: str | None = setting('"passage: " for E5; null: what the encoder says', None)
-    topk: int = setting("Passages for a query", 3, minimum=1)
-    timeout_s: float = setting("Seconds that a query may take, with everything that is tried again", 60.0, minimum=0.1)
-    concurrency: int = setting("Requests at once, each of the queries that agents make in the same moment", 64, minimum=1)
-    restarts: int = setting("How often the run restarts its own server when it has died or answers nothing in time", 5, minimum=0)
-    order: str = setting("Order of the passages in a prompt", "best_first", choices={"best_first": "", "best_last": ""})
-
-
-@dataclass
-class GraderConfig:
-    """Worker processes that grade answers which code must parse."""
-
-    workers: int = setting("Worker processes", 1, minimum=1)
-    timeout_s: float = setting("Seconds that one answer may take; one that takes longer is wrong", 10.0, minimum=0.1)
-    memory_mib: int = setting("Address space of a worker in MiB", 2048, minimum=1)
-
-
-@dataclass
 class EnvironmentConfig:
-    """The task that the team works on."""
+    """The task that the team works on.  An environment may bring settings of its own: see `Environment.Config`."""
 
     name: str = setting("The task: its tools and its reward", registry="environment")
-    normalization: str = setting(
-        "What exact match ignores; see megatron_drmas.environments.exact_match",
-        "squad",
-        choices={"squad": "as in published figures", "unicode": "also punctuation outside ASCII"},
-    )
     options: dict[str, Any] = setting("Settings of a plug-in's environment; its `Options` declares them", dict)
-    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
-    grader: GraderConfig = field(default_factory=GraderConfig)
 
 
 @dataclass
@@ -282,7 +250,9 @@ class HealthConfig:
     truncated: ShareConfig = setting("Responses that reached their limit", lambda: ShareConfig(0.5))
     invalid: ShareConfig = setting("Outputs that could not be parsed", lambda: ShareConfig(0.5))
     zero_advantage: ShareConfig = setting("Rows of learning agents without an advantage", lambda: ShareConfig(0.95))
-    found_nothing: ShareConfig = setting("Queries without a passage; of the whole step only", lambda: ShareConfig(0.5, 1.0))
+    found_nothing: ShareConfig = setting(
+        "Tool calls that returned an empty list; of the whole step only", lambda: ShareConfig(0.5, 1.0)
+    )
     patience: int = setting(
         "Steps in a row at another `stop` than masked's, or without any advantage while trajectories go unrewarded, "
         "that stop the run",

@@ -1,8 +1,9 @@
 """`setting`: a key of the configuration with its meaning, bounds and choices; checked and explained from there."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
@@ -78,19 +79,29 @@ def setting(meaning: str, default: Any = REQUIRED, **known: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# Section -> name that the section's `name` may have -> subclass of the section with the settings that the name brings
+EXTENSIONS: dict[type, dict[str, type]] = defaultdict(dict)
+
+
 @dataclass(frozen=True)
 class Key:
-    """One key of a configuration class: `path` has NAME where the configuration names something itself."""
+    """One key of a configuration class.
+
+    Attributes:
+        path: has NAME where the configuration names something itself.
+        owner: the name in `EXTENSIONS` that brings the key; "" for a key that is always there.
+    """
 
     path: str
     type: Any
     default: Any
     setting: Setting | None
     section: bool
+    owner: str = ""
 
 
 def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
-    """Every key of a configuration class, sections before what is in them, in the order of the class.
+    """Every key of a configuration class, sections before what is in them, in the order of the class; extensions come last.
 
     Args:
         prefix: of the paths.
@@ -112,6 +123,11 @@ def keys_of(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[Ke
         yield Key(path, kind, default, item.metadata.get("setting"), is_dataclass(inner))
         if is_dataclass(inner):
             yield from keys_of(cast(type, inner), below, default if is_dataclass(default) else None)
+            for name, extended in EXTENSIONS[cast(type, inner)].items():
+                inherited = {known.name for known in fields(cast(type, inner))}
+                for key in keys_of(extended, below):
+                    if key.path.removeprefix(below).split(".")[0] not in inherited:
+                        yield replace(key, owner=name)
 
 
 def check_settings(node: Any, prefix: str = "") -> None:

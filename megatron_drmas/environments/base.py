@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_drmas.config.options import NoOptions, typed_options
 from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.config.setting import EXTENSIONS
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.tool import TOOLS, Tool, tools_of
 from megatron_drmas.team.trajectory import Outcome
@@ -36,12 +37,15 @@ class Environment:
     that it brings.
 
     Class attributes:
+        Config: `EnvironmentConfig`, or a subclass of it whose fields are the settings that the environment brings,
+            `environment.KEY`, each declared with `config.setting.setting`.
         Options: a dataclass with a typed default for each setting of `environment.options`.
 
     Attributes:
         options: an instance of it.
     """
 
+    Config: type[EnvironmentConfig] = EnvironmentConfig
     Options: type = NoOptions
 
     def __init__(self, config: EnvironmentConfig, place: Place = Place()):
@@ -130,6 +134,7 @@ def register_environment(name: str) -> Callable[[type[Environment]], type[Enviro
         if name in ENVIRONMENTS:
             raise ValueError(f"an environment named {name!r} exists already")
         ENVIRONMENTS[name] = environment
+        EXTENSIONS[EnvironmentConfig][name] = environment.Config
         return environment
 
     return add

@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_drmas.config.setting import setting
+from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.team.parsing import BOX, last_boxed
 
 MAX_CHARS = 2000  # of an answer, and of a gold one
@@ -21,7 +23,16 @@ _WORKER = Path(__file__).with_name("grading_worker.py")
 _ROOT = Path(__file__).parents[2]  # where the worker finds this package
 
 
-class GraderError(RuntimeError):
+@dataclass
+class GraderConfig:
+    """Worker processes that grade answers which code must parse."""
+
+    workers: int = setting("Worker processes", 1, minimum=1)
+    timeout_s: float = setting("Seconds that one answer may take; one that takes longer is wrong", 10.0, minimum=0.1)
+    memory_mib: int = setting("Address space of a worker in MiB", 2048, minimum=1)
+
+
+class GraderError(ServiceFailure):
     """A worker process could not be started at all."""
 
 

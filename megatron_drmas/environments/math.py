@@ -1,12 +1,20 @@
 """Mathematics questions; the return is 1 for a right answer and 0 otherwise."""
 
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, Place, register_environment
-from megatron_drmas.environments.grading import Grader
+from megatron_drmas.environments.grading import Grader, GraderConfig
 from megatron_drmas.team.trajectory import Outcome
+
+
+@dataclass
+class MathConfig(EnvironmentConfig):
+    """The math environment."""
+
+    grader: GraderConfig = field(default_factory=GraderConfig)
 
 
 @register_environment("math")
@@ -17,7 +25,10 @@ class MathEnvironment(Environment):
     as wrong.
     """
 
-    def __init__(self, config: EnvironmentConfig, place: Place = Place()):
+    Config = MathConfig
+    config: MathConfig
+
+    def __init__(self, config: MathConfig, place: Place = Place()):
         super().__init__(config, place)
         self._grader = Grader(config.grader.workers, config.grader.timeout_s, config.grader.memory_mib)
 

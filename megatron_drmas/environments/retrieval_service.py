@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 from urllib.parse import urlsplit
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import RetrievalConfig
+from megatron_drmas.config.setting import setting
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.environments.corpus import MAX_TOPK, CorpusError, check_corpus
 from megatron_drmas.environments.encoder import encoder_objection
@@ -21,6 +22,22 @@ PR_SET_PDEATHSIG = 1
 NAME = "retrieval server"
 DYING_S = 1.0  # how long a server that has dropped a connection may take to be gone
 MAX_PAUSE_S = 30.0  # before a server is started again; the first time there is none
+
+
+@dataclass
+class RetrievalConfig:
+    """Where a search team's passages come from."""
+
+    url: str | None = setting("A running server; null: the run starts one over `corpus`", None)
+    corpus: str | None = setting('JSON lines {"id", "contents"}', None)
+    encoder: str | None = setting("sentence-transformers folder for dense retrieval over `corpus`; null: BM25", None)
+    query_prefix: str | None = setting('"query: " for E5; null: what the encoder says', None)
+    passage_prefix: str | None = setting('"passage: " for E5; null: what the encoder says', None)
+    topk: int = setting("Passages for a query", 3, minimum=1)
+    timeout_s: float = setting("Seconds that a query may take, with everything that is tried again", 60.0, minimum=0.1)
+    concurrency: int = setting("Requests at once, each of the queries that agents make in the same moment", 64, minimum=1)
+    restarts: int = setting("How often the run restarts its own server when it has died or answers nothing in time", 5, minimum=0)
+    order: str = setting("Order of the passages in a prompt", "best_first", choices={"best_first": "", "best_last": ""})
 
 
 class RetrievalService:

@@ -3,17 +3,19 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import aiohttp
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import EnvironmentConfig
+from megatron_drmas.config.setting import setting
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment, Place, register_environment
 from megatron_drmas.environments.exact_match import exact_match, normalize_answer
 from megatron_drmas.environments.retrieval_protocol import DIALECTS, endpoint, read_answer
-from megatron_drmas.environments.retrieval_service import RetrievalService, check_retrieval
+from megatron_drmas.environments.retrieval_service import RetrievalConfig, RetrievalService, check_retrieval
 from megatron_drmas.team.tool import tool
 from megatron_drmas.team.trajectory import Outcome, TrajectoryFailure
 
@@ -41,6 +43,18 @@ def _settle(asked: list[tuple[str, asyncio.Future]], error: BaseException) -> No
             found.cancel() if isinstance(error, asyncio.CancelledError) else found.set_exception(error)
 
 
+@dataclass
+class SearchConfig(EnvironmentConfig):
+    """The search environment."""
+
+    normalization: str = setting(
+        "What exact match ignores; see megatron_drmas.environments.exact_match",
+        "squad",
+        choices={"squad": "as in published figures", "unicode": "also punctuation outside ASCII"},
+    )
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+
+
 @register_environment("search")
 class SearchEnvironment(Environment):
     """Retrieval over HTTP (`megatron_drmas.environments.retrieval_protocol`) and exact match on the Answer agent's own output.
@@ -49,7 +63,10 @@ class SearchEnvironment(Environment):
     trajectory's failure.  The server that it runs itself is started again instead, and asked again, so that no query fails.
     """
 
-    def __init__(self, config: EnvironmentConfig, place: Place = Place()):
+    Config = SearchConfig
+    config: SearchConfig
+
+    def __init__(self, config: SearchConfig, place: Place = Place()):
         super().__init__(config, place)
         self._service: RetrievalService | None = None
         self.recover: Callable[[str, str, bool], Awaitable[str]] | None = None  # brings back a server of the run's own
@@ -65,6 +82,7 @@ class SearchEnvironment(Environment):
     @classmethod
     def check_config(cls, config: EnvironmentConfig, tools: tuple[str, ...], files: bool) -> None:
         super().check_config(config, tools, files)
+        assert isinstance(config, SearchConfig)
         if "search" in tools:
             check_retrieval(config.retrieval, files)
 

@@ -70,6 +70,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("agent/{agent}/calls", "Calls", "count", Reduction.SUM, "Calls of trajectories that ended"),
     Metric("agent/{agent}/calls_per_trajectory", "Calls per trajectory", "calls", TRAJECTORY_MEAN,
         "Calls, over the trajectories that ended", Chart()),
+    Metric("agent/{agent}/weight_version_spread", "Weight versions, spread", "updates", "newest - oldest",
+        "Updates between the oldest and the newest weights that sampled a token of the agent's calls"),
     Metric("agent/{agent}/single_calls", "Single calls", "count", Reduction.SUM,
         "Calls that are their agent's only one on their question: Dr. MAS gives them advantage 0"),
     Metric("agent/{agent}/return_mean", "Return, mean", "return", CALL_MEAN, "The agent's mean that Dr. MAS subtracts"),

@@ -111,7 +111,7 @@ class TurnRecord:
     prompt_tokens: int
     response_tokens: int
     max_response_tokens: int
-    weight_version: int
+    weight_versions: list[tuple[int, int]]  # spans (version, response tokens) in the response's order
     reward: float = 0.0  # of this call by itself
     logprob_mean: float | None = None  # engine's log-probabilities of the response tokens
     logprob_min: float | None = None

@@ -24,6 +24,8 @@ def collate(
         policies: names that number the column `policy`.
         trainable: the agents that learn.
     """
+    trajectories = list(trajectories)
+    questions = {trajectory.group: trajectory.question.id for trajectory in trajectories}
     kept = [(number, trajectory) for number, trajectory in enumerate(trajectories) if trajectory.failure is None]
     turns = [turn for _, trajectory in kept for turn in trajectory.turns]
     turns_of = np.fromiter((len(trajectory.turns) for _, trajectory in kept), np.int64, len(kept))
@@ -51,11 +53,12 @@ def collate(
         policy=numbered("policy", {name: index for index, name in enumerate(policies)}),
         group=of_trajectories(trajectory.group for _, trajectory in kept),
         trajectory=of_trajectories(number for number, _ in kept),
+        sample=of_trajectories(trajectory.sample for _, trajectory in kept),
         turn=of_turns(field("index")),
         reward=of_trajectories((trajectory.reward for _, trajectory in kept), np.float32),
         valid=of_turns(field("valid"), np.bool_),
         trainable=numbered("agent", {name: name in trainable for name in agents}, np.bool_),
-        weight_version=of_turns(field("weight_version")),
+        weight_versions=_spread([span for turn in turns for span in turn.weight_versions]),
         role_reward=of_turns((t.role_rewards.get(turn.agent, 0.0) for _, t in kept for turn in t.turns), np.float32),
         turn_reward=of_turns(field("reward"), np.float32),
         response_limits=of_turns(field("limit")),
@@ -63,7 +66,14 @@ def collate(
         state=of_turns(states.setdefault(ids.tobytes(), len(states)) for ids in field("prompt_ids")),
         agents=agents,
         policies=policies,
+        questions=tuple(questions.get(group, "") for group in range(max(questions, default=-1) + 1)),
     )
+
+
+def _spread(spans: list[tuple[int, int]]) -> Tensor:
+    """The version of every token, int32."""
+    versions, tokens = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    return torch.from_numpy(versions.astype(np.int32).repeat(tokens))
 
 
 def _flat(dtype: type, parts: list[np.ndarray]) -> Tensor:

@@ -3,7 +3,7 @@
 Nothing waits for a whole batch to finish an agent's turn; the calls of all trajectories meet in the engines'
 continuous batching.  In deterministic mode they meet in *rounds* instead: engines are given work only when every live
 trajectory waits for an engine, and in the order of the requests' seeds, so that what an engine computes together is a
-function of the tokens alone.  The price is that an engine idles while a round's slowest response or retrieval finishes.
+function of the tokens alone.  The price is that an engine idles while a round's slowest response or tool call finishes.
 """
 
 import asyncio
@@ -172,8 +172,8 @@ class Collector:
             trajectory.success = bool(self.environment.success(trajectory.question, trajectory.outcome, trajectory.reward))
             earned: dict[str, list[float]] = defaultdict(list)
             for turn in trajectory.turns:
-                of_what = f"call {turn.index}, of {turn.agent!r}, on question {trajectory.question.id!r} earned"
-                turn.reward = finite_reward(turn.reward, of_what)
+                place = f"question {trajectory.question.id}, sample {trajectory.sample}, call {turn.index} (agent {turn.agent})"
+                turn.reward = finite_reward(turn.reward, f"{place} earned")
                 earned[turn.agent].append(turn.reward)
             trajectory.role_rewards = {agent: sum(rewards) / len(rewards) for agent, rewards in earned.items()}
         except TrajectoryFailure as failure:
@@ -236,7 +236,7 @@ class _TrajectoryContext:
             sample.logprobs,
             limit,
             sample.finish_reason,
-            sample.weight_version,
+            sample.weight_versions,
             text,
             agent.parse(text, prompt),
         )

@@ -1,6 +1,6 @@
 """A tokenizer's control tokens, and how a text that spells one stays text.
 
-A tokenizer turns the string of an added token into its id wherever it stands, so a question or a passage with
+A tokenizer turns the string of an added token into its id wherever it stands, so a question or a tool's result with
 `<|im_end|>` would end a turn that the chat template has only begun.  Here contents are *masked* while the template is
 rendered, which leaves the template's own control tokens as the only ones; those are then encoded as aliases that no
 content holds, by a copy of the tokenizer that knows no other name for them.

@@ -73,16 +73,15 @@ class Sample:
         logprobs: float32, the log-probability of each under the distribution it was drawn from: after temperature and
             top-p; a greedy request's are at temperature 1.
         finish_reason: stop | length | error.
-        weight_version: of the weights that sampled the first token; an update while the request ran gives later tokens
-            newer weights.
-        error: why there is no usable response; `token_ids` and `logprobs` are empty then.
+        weight_versions: which weights sampled the response, as in `Turn`; an update while the request ran adds a span.
+        error: why there is no usable response; the lists are empty then.
     """
 
     key: int
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
-    weight_version: int
+    weight_versions: list[tuple[int, int]]
     error: str | None = None
 
     def __post_init__(self) -> None:

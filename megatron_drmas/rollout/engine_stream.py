@@ -45,7 +45,7 @@ def unpack_requests(rows: list, data: bytes) -> list[Request]:
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
     """A frame for `unpack_samples`."""
-    rows = [(s.key, s.finish_reason, s.weight_version, s.error, len(s.token_ids)) for s in samples]
+    rows = [(s.key, s.finish_reason, s.weight_versions, s.error, len(s.token_ids)) for s in samples]
     parts = chain.from_iterable((s.token_ids.astype(IDS, copy=False), s.logprobs.astype(LOGPROBS, copy=False)) for s in samples)
     return _frame(rows, parts)
 
@@ -53,9 +53,13 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
 def unpack_samples(rows: list, data: bytes) -> list[Sample]:
     """The samples of a frame's two parts, with arrays of their own, as they outlive those they came with."""
     samples, at = [], 0
-    for key, finish_reason, weight_version, error, length in rows:
+    for key, finish_reason, weight_versions, error, length in rows:
         ids, logprobs = np.frombuffer(data, IDS, length, at), np.frombuffer(data, LOGPROBS, length, at + length * IDS.itemsize)
-        samples.append(Sample(key, ids.copy(), logprobs.copy(), finish_reason, weight_version, error))
+        samples.append(
+            Sample(
+                key, ids.copy(), logprobs.copy(), finish_reason, [(version, tokens) for version, tokens in weight_versions], error
+            )
+        )
         at += length * (IDS.itemsize + LOGPROBS.itemsize)
     return samples
 

@@ -198,7 +198,7 @@ class LLMCore:
             completion.token_ids,
             completion.logprobs.logprobs,
             completion.finish_reason,
-            int(completion.weight_versions[0].version),
+            [(int(span.version), span.end - span.start) for span in completion.weight_versions or []],
         )
         self.counts["prompt_tokens"] += len(output.prompt_token_ids)
         self.counts["cached_tokens"] += output.num_cached_tokens
@@ -213,8 +213,11 @@ class LLMCore:
             position = int(finite.argmin())
             value = sample.logprobs[position]
             return self._failed(key, f"the engine returned log-prob {value} at token {position} of the response")
+        if sum(tokens for _, tokens in sample.weight_versions) != len(sample.token_ids):
+            spans = sample.weight_versions
+            return self._failed(key, f"the engine names the weights {spans} (version, tokens) of {len(sample.token_ids)} tokens")
         return sample
 
     def _failed(self, key: int, error: str) -> Sample:
         self.counts["errors"] += 1
-        return Sample(key, np.empty(0), np.empty(0), "error", self._version, error)
+        return Sample(key, np.empty(0), np.empty(0), "error", [], error)

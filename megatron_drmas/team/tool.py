@@ -3,9 +3,9 @@
 An environment brings its own, as methods:
 
     class Library(Environment):
-        @tool("search", timeout_s=30.0)
-        async def search(self, query: str) -> list[str]:
-            \"\"\"Passages about a query.\"\"\"
+        @tool("look_up", timeout_s=30.0)
+        async def look_up(self, title: str) -> list[str]:
+            \"\"\"The books with a title.\"\"\"
 
 and any environment can use those that are registered by themselves:
 

@@ -17,7 +17,8 @@ class Turn:
     `prompt_ids` and `token_ids` become int32 arrays and `logprobs` a float32 array of whatever sequences they are given as;
     calls with the same prompt may share one.
     `token_ids` are exactly the ids that the engine sampled; `text` is decoded from them and only read, never tokenized
-    again for training.
+    again for training.  `weight_versions` are spans (version of the weights, tokens that they sampled) in the order of the
+    response, so their tokens add up to it; an update while the engine worked on the call begins another span.
     """
 
     agent: str
@@ -29,7 +30,7 @@ class Turn:
     logprobs: np.ndarray
     limit: int  # response tokens that the call was allowed
     finish_reason: str  # stop | length
-    weight_version: int
+    weight_versions: list[tuple[int, int]]
     text: str
     content: str | None  # what the agent's parser accepted
     verdict: int = -1  # 1 accepts, 0 rejects what the trajectory returns, as the workflow declares; -1 does neither
@@ -58,7 +59,7 @@ class Outcome:
 class Trajectory:
     """One run of the workflow on one question.
 
-    A trajectory whose `failure` is set was cut short by something that is not the team's doing (a retrieval error, an
+    A trajectory whose `failure` is set was cut short by something that is not the team's doing (a tool that failed, an
     engine's NaN, a prompt that cannot fit).  It is counted and masked out of training and evaluation averages.
     """
 
@@ -85,7 +86,7 @@ class TrajectoryFailure(Exception):
     """Ends one trajectory, never the run.
 
     Args:
-        cause: short stable name under which the failure is counted (`retrieval`, `engine`, `prompt_too_long`, …).
+        cause: short stable name under which the failure is counted (`tool`, `engine`, `prompt_too_long`, …).
         detail: for the log.
     """
 

@@ -36,7 +36,7 @@ def test_loss_and_gradient_norm_are_those_of_transformers_in_any_micro_batches(r
     data = LAYOUTS[layout].data
     if packing == "none":
         budgets = [math.ceil(1.1 * len(batch.tokens) / count / data) for count in (1, 2, 4)]
-        assert [len(plan_microbatches(batch.lengths, budget, data)[0]) for budget in budgets] == [1, 2, 4]
+        assert [len(plan_microbatches(batch, budget, data)[0]) for budget in budgets] == [1, 2, 4]
     else:
         budgets = [1000, 60, 40]
         assert len({len(plan_shared_microbatches(batch, budget, data)[0]) for budget in budgets}) == 3

@@ -67,7 +67,7 @@ def test_a_trie_holds_every_beginning_once_and_every_predicted_token(seed, count
 def test_a_row_without_a_prompt_is_refused():
     batch = make_batch(rows=3)
     batch.prompt_lengths[1] = 0
-    with pytest.raises(ValueError, match="row 1 has an empty prompt"):
+    with pytest.raises(ValueError, match=r"sample 1, call 0 \(agent second\) has an empty prompt"):
         pack_rows(batch, torch.arange(3))
 
 

@@ -34,13 +34,15 @@ def make_batch():
             policy=column(agent) % 2,
             group=column(group),
             trajectory=column(trajectory),
+            sample=column(trajectory),
             turn=column(turn),
             reward=column(reward, torch.float32),
             valid=torch.ones(rows, dtype=torch.bool) if valid is None else column(valid, torch.bool),
             trainable=columns.pop("trainable", torch.ones(rows, dtype=torch.bool)),
-            weight_version=torch.zeros(rows, dtype=torch.int64),
+            weight_versions=torch.zeros(int(lengths.sum()), dtype=torch.int32),
             agents=tuple(f"agent{k}" for k in range(agents)),
             policies=("policy0", "policy1"),
+            questions=tuple(f"q{k}" for k in range(max(map(int, group), default=-1) + 1)),
             **columns,
         )
 

@@ -394,10 +394,23 @@ def test_errors_name_the_key(random_batch):
             compute_advantages(batch, AlgorithmConfig(advantage=config))
     with pytest.raises(ValueError, match="state"):
         compute_advantages(replace(batch, state=None), AlgorithmConfig(advantage=AdvantageConfig("gigpo")))
-    with pytest.raises(ValueError, match=r"row 2 .agent"):
+    with pytest.raises(ValueError, match=r"score of question q\d, sample \d+, call \d \(agent agent\d\) = nan"):
         compute_advantages(replace(batch, reward=batch.reward.index_fill(0, torch.tensor(2), float("nan"))), AlgorithmConfig())
     with pytest.raises(ValueError, match="twice"):
         register_estimator("rloo")(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (lambda scores: scores[:-1], r"'mine' returned \d+ advantages for \d+ rows"),
+        (lambda scores: scores / 0 * 0, r"'mine' returned advantage nan of question q\d, sample \d+, call \d \(agent agent\d\)"),
+    ],
+)
+def test_what_an_estimator_returns_is_checked(random_batch, monkeypatch, returned, message):
+    monkeypatch.setitem(ESTIMATORS, "mine", lambda scores, *_: returned(scores))
+    with pytest.raises(ValueError, match=message):
+        compute_advantages(random_batch(0), AlgorithmConfig(advantage=AdvantageConfig("mine")))
 
 
 def test_clip_bounds_the_advantages(random_batch):

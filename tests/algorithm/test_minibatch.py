@@ -16,7 +16,7 @@ from megatron_drmas.kernels.prefixes import sort_by_tokens
 @given(lengths=st.lists(st.integers(1, 50), max_size=40), extra=st.integers(0, 200), ranks=st.integers(1, 4))
 def test_microbatches_partition_the_rows(lengths, extra, ranks):
     budget = max(lengths, default=1) + extra
-    plan = plan_microbatches(torch.tensor(lengths, dtype=torch.int64), budget, ranks)
+    plan = plan_microbatches(of_lengths(lengths), budget, ranks)
     assert len(plan) == ranks and len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
     rows = sorted(int(row) for rank in plan for part in rank for row in part)
     assert rows == list(range(len(lengths)))
@@ -28,8 +28,12 @@ ROWS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=12), max_size=3
 
 def batch_of(rows: list[list[int]]) -> TokenBatch:
     """Rows whose last third is response."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return TokenBatch(torch.tensor([token for row in rows for token in row]), offsets_of(lengths), lengths - 1 - lengths // 3)
+    return replace(of_lengths([len(row) for row in rows]), tokens=torch.tensor([token for row in rows for token in row]))
+
+
+def of_lengths(lengths) -> TokenBatch:
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    return TokenBatch(torch.zeros(int(lengths.sum()), dtype=torch.int64), offsets_of(lengths), lengths - 1 - lengths // 3)
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,7 +59,7 @@ def test_rows_that_begin_alike_stay_together():
 
 def test_ranks_get_similar_token_counts():
     lengths = torch.randint(10, 1000, (500,), generator=torch.Generator().manual_seed(0))
-    plan = plan_microbatches(lengths, 8000, 4)
+    plan = plan_microbatches(of_lengths(lengths), 8000, 4)
     totals = [sum(int(lengths[part].sum()) for part in rank) for rank in plan]
     assert max(totals) - min(totals) < 0.01 * sum(totals)
     fullest = [int(lengths[part].sum()) for rank in plan for part in rank]
@@ -63,13 +67,13 @@ def test_ranks_get_similar_token_counts():
 
 
 def test_skewed_lengths_leave_an_empty_microbatch_not_a_missing_one():
-    plan = plan_microbatches(torch.tensor([10]), 10, 2)
+    plan = plan_microbatches(of_lengths([10]), 10, 2)
     assert [[len(part) for part in rank] for rank in plan] == [[1], [0]]
 
 
 def test_a_row_over_the_budget_is_named():
     with pytest.raises(ValueError, match="row 1 has 11 tokens, micro_batch_tokens = 10"):
-        plan_microbatches(torch.tensor([3, 11]), 10)
+        plan_microbatches(of_lengths([3, 11]), 10)
     with pytest.raises(ValueError, match="row 1 has 11 tokens, micro_batch_tokens = 10"):
         plan_shared_microbatches(batch_of([[1] * 3, [1] * 11]), 10)
 

@@ -193,7 +193,10 @@ def test_a_third_choice_is_no_verdict():
         ("policies.llama.model=/nonexistent", "policies.llama.model", "/nonexistent"),
         ("policies.llama.engine.max_model_len=64", "policies.llama.engine.max_model_len", "64"),
         ("data.train=/nonexistent.jsonl", "data.train", "/nonexistent.jsonl"),
-        ("environment.name=math", "environment.name", "math"),
+        ("environment.name=math", "environment.retrieval", "not of math"),
+        ("environment.grader.workers=2", "environment.grader", "of environment math"),
+        ("environment.retrieval.tpok=2", "environment.retrieval.tpok", "did you mean environment.retrieval.topk"),
+        ("environment.retrieval.topk=two", "environment.retrieval.topk", "is not a whole number"),
         ("environment.retrieval.corpus=/nonexistent", "environment.retrieval.corpus", "/nonexistent"),
         ("environment.retrieval.topk=101", "environment.retrieval.topk", "101"),
         ("environment.retrieval.restarts=-1", "environment.retrieval.restarts", "-1"),
@@ -220,6 +223,11 @@ def test_a_bad_setting_is_named(compose, override, key, value):
         compose(override)
     message = str(caught.value)
     assert message.startswith(key) and value in message and "\n" not in message and ";" in message
+
+
+def test_an_environment_without_a_tool_of_the_workflow_is_named(compose):
+    with pytest.raises(ConfigError, match="environment.name = 'math': has no tool 'search', which .*; use search"):
+        compose("environment.name=math", "~environment.retrieval")
 
 
 def test_a_model_whose_heads_vllm_cannot_compute_is_refused(compose, team_dir, monkeypatch):

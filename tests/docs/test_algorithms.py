@@ -32,7 +32,7 @@ def page(repository) -> str:
 @pytest.fixture(scope="module")
 def batch():
     def turn(agent, index):
-        return Turn(agent, "p", index, [], [1], [2], [0.0], 4, "stop", 0, "x", "x")
+        return Turn(agent, "p", index, [], [1], [2], [0.0], 4, "stop", [(0, 1)], "x", "x")
 
     trajectories = [
         Trajectory(

@@ -60,7 +60,7 @@ class Scripted:
 
     async def call(self, role, **variables):
         self.prompts[role] = variables
-        return Turn(role, "both", len(self.prompts), [], [0], [0], [0.0], 8, "stop", 0, self.said[role], self.said[role])
+        return Turn(role, "both", len(self.prompts), [], [0], [0], [0.0], 8, "stop", [(0, 1)], self.said[role], self.said[role])
 
     async def tool(self, name, **arguments):
         return await self.environment.call_tool(name, QUESTION, arguments)

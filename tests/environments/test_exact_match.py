@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_drmas.config.schema import EnvironmentConfig
 from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.exact_match import NORMALIZATIONS, exact_match, normalize_answer
-from megatron_drmas.environments.search import SearchEnvironment
+from megatron_drmas.environments.search import SearchConfig, SearchEnvironment
 from megatron_drmas.team.trajectory import Outcome
 
 
@@ -111,7 +110,7 @@ def test_the_rules_agree_on_ascii(answer, gold):
 
 @pytest.mark.parametrize("normalization, reward", [("squad", 0.0), ("unicode", 1.0)])
 def test_the_environment_counts_by_the_rule_of_its_configuration(normalization, reward):
-    environment = SearchEnvironment(EnvironmentConfig(name="search", normalization=normalization))
+    environment = SearchEnvironment(SearchConfig(name="search", normalization=normalization))
     question = Question("0", "when?", ("1914-1918",))
     assert asyncio.run(environment.reward(question, Outcome("1914–1918"))) == reward
     assert environment.supports(question, ["The war of 1914–1918."]) is bool(reward)

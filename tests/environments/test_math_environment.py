@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from megatron_drmas.config.schema import AgentConfig, EnvironmentConfig, GraderConfig
+from megatron_drmas.config.schema import AgentConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.math import MathEnvironment
+from megatron_drmas.environments.grading import GraderConfig
+from megatron_drmas.environments.math import MathConfig, MathEnvironment
 from megatron_drmas.team.team import Agent
 from megatron_drmas.team.trajectory import Outcome
 
@@ -16,7 +17,7 @@ QUESTION = Question("0", "how many?", ("12", "\\frac{1}{2}"))
 @pytest.fixture(scope="module")
 def reward():
     loop = asyncio.new_event_loop()
-    environment = MathEnvironment(EnvironmentConfig(name="math", grader=GraderConfig(workers=1, timeout_s=60.0, memory_mib=1024)))
+    environment = MathEnvironment(MathConfig(name="math", grader=GraderConfig(workers=1, timeout_s=60.0, memory_mib=1024)))
     loop.run_until_complete(environment.__aenter__())
     yield lambda answer: loop.run_until_complete(environment.reward(QUESTION, Outcome(answer)))
     loop.run_until_complete(environment.__aexit__(None, None, None))

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.environments import search
-from megatron_drmas.environments.search import SearchEnvironment
+from megatron_drmas.environments.retrieval_service import RetrievalConfig
+from megatron_drmas.environments.search import SearchConfig, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 
@@ -37,7 +37,7 @@ async def serving(handler, port=0):
 
 def environment(url, **of_retrieval):
     return SearchEnvironment(
-        EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=url, topk=2, **{"timeout_s": 5.0} | of_retrieval))
+        SearchConfig(name="search", retrieval=RetrievalConfig(url=url, topk=2, **{"timeout_s": 5.0} | of_retrieval))
     )
 
 

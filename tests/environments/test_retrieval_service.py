@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.environments.base import Place, ServiceFailure
-from megatron_drmas.environments.search import SearchEnvironment
+from megatron_drmas.environments.retrieval_service import RetrievalConfig
+from megatron_drmas.environments.search import SearchConfig, SearchEnvironment
 
 QUERIES = [f"town{i}" for i in range(100)]
 
@@ -28,7 +28,7 @@ def run(corpus, work, restarts=2, timeout_s=30.0):
     async def within():
         settings = RetrievalConfig(corpus=str(corpus), topk=1, timeout_s=timeout_s, restarts=restarts)
         place = Place(corpus.parent / "logs", 60.0, lambda *restart: said.append(restart))
-        served = SearchEnvironment(EnvironmentConfig(name="search", retrieval=settings), place)
+        served = SearchEnvironment(SearchConfig(name="search", retrieval=settings), place)
         try:
             assert served.begin()
             async with served as environment:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import EnvironmentConfig, RetrievalConfig
 from megatron_drmas.data.questions import Question
-from megatron_drmas.environments.search import MAX_QUERIES, SearchEnvironment
+from megatron_drmas.environments.retrieval_service import RetrievalConfig
+from megatron_drmas.environments.search import MAX_QUERIES, SearchConfig, SearchEnvironment
 from megatron_drmas.team.trajectory import TrajectoryFailure
 
 
@@ -25,7 +25,7 @@ def ask(handler, queries=1, check=False, asks=None, **settings):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url=f"http://127.0.0.1:{port}", **settings))
+        config = SearchConfig(name="search", retrieval=RetrievalConfig(url=f"http://127.0.0.1:{port}", **settings))
         try:
             async with SearchEnvironment(config) as environment:
                 if check:
@@ -77,7 +77,7 @@ def test_a_bad_answer_is_the_trajectory_s_failure(handler):
 def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
     async def run():
         async with SearchEnvironment(
-            EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))
+            SearchConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9"))
         ) as environment:
 
             async def fails(*asked):
@@ -93,7 +93,7 @@ def test_what_nobody_foresaw_reaches_whoever_asked(monkeypatch):
 
 def test_queries_in_flight_end_with_the_environment():
     async def run():
-        environment = SearchEnvironment(EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9")))
+        environment = SearchEnvironment(SearchConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9")))
         await environment.__aenter__()
         early = asyncio.ensure_future(environment.retrieve("q"))
         await asyncio.sleep(0)
@@ -117,7 +117,7 @@ def test_a_time_out_is_not_tried_again():
 
 def test_a_server_that_is_gone_is_the_trajectory_s_failure():
     async def run():
-        config = EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9", timeout_s=1))
+        config = SearchConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:9", timeout_s=1))
         async with SearchEnvironment(config) as environment:
             await environment.retrieve("q")
 
@@ -207,7 +207,7 @@ def test_an_answer_to_fewer_queries_is_not_taken_for_all():
     ],
 )
 def test_a_passage_supports_an_answer_that_it_holds_as_whole_words(passage, accepted, holds):
-    environment = SearchEnvironment(EnvironmentConfig(name="search"))
+    environment = SearchEnvironment(SearchConfig(name="search"))
     assert environment.supports(Question("0", "who?", accepted), ["nothing here", passage]) is holds
 
 
@@ -222,7 +222,7 @@ def test_a_server_is_tried_before_the_run_begins():
 
     async def nobody():
         async with SearchEnvironment(
-            EnvironmentConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:1"))
+            SearchConfig(name="search", retrieval=RetrievalConfig(url="http://127.0.0.1:1"))
         ) as environment:
             await environment.check()
 

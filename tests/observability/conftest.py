@@ -104,11 +104,11 @@ def trajectory_record(step: int, text: str = "") -> TrajectoryRecord:
             9,
             3,
             8,
-            0,
+            [(0, 3)],
             score=0.5,
             advantage=-1.0,
         ),
-        TurnRecord("answer", "writer", 1, "…", text, None, False, "length", 9, 8, 8, 0),
+        TurnRecord("answer", "writer", 1, "…", text, None, False, "length", 9, 8, 8, [(0, 8)]),
     ]
     return TrajectoryRecord(f"q{step}", f"question of step {step}", "1 hop", 0, 0, ["Tarvel"], text or None, -0.5, False, turns)
 

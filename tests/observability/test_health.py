@@ -14,7 +14,7 @@ QUESTION = Question("q", "what?", ("x",))
 
 
 def turn(agent, index=0, valid=True, finish="stop"):
-    return Turn(agent, "p", index, [], [1], [2], [-0.1], 8, finish, 0, "t", "t" if valid else None)
+    return Turn(agent, "p", index, [], [1], [2], [-0.1], 8, finish, [(0, 1)], "t", "t" if valid else None)
 
 
 def trajectory(agents=("search",), failure=None, reward=0.0, **use_turn_rewards):

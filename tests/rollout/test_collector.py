@@ -84,7 +84,7 @@ class World(Environment):
 
 def reply(text):
     ids = [ord(c) for c in text]
-    return lambda request: Sample(request.key, ids, [-0.5] * len(ids), "stop", 3)
+    return lambda request: Sample(request.key, ids, [-0.5] * len(ids), "stop", [(3, len(ids))])
 
 
 PROMPT = "{{ question }} {{ history | map(attribute='query') | join(',') }}"
@@ -154,7 +154,7 @@ def test_trajectories_keep_the_sampled_ids_and_come_in_order():
         assert trajectory.failure is None and trajectory.reward == 1.0
         assert [turn.agent for turn in trajectory.turns] == ["verifier", "search", "verifier", "answer"]
         for turn in trajectory.turns:
-            assert "".join(map(chr, turn.token_ids)) == turn.text and turn.weight_version == 3
+            assert "".join(map(chr, turn.token_ids)) == turn.text and turn.weight_versions == [(3, len(turn.text))]
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -317,7 +317,7 @@ def test_lockstep_waits_for_every_branch():
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_branch_that_fails_costs_its_trajectory_when_the_others_have_ended(lockstep):
     def worker(request):
-        return Sample(request.key, [], [], "error", 0, "nan") if chr(request.prompt_ids[0]) == "1" else reply("s")(request)
+        return Sample(request.key, [], [], "error", [], "nan") if chr(request.prompt_ids[0]) == "1" else reply("s")(request)
 
     trajectories, _ = collect({"v": [plan], "s": [worker]}, samples=4, lockstep=lockstep, team=PLANNERS)
     for trajectory in trajectories:
@@ -383,7 +383,8 @@ def test_an_environment_says_itself_what_a_success_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "sample", [lambda r: Sample(r.key, [], [], "error", 0, error="NaN"), lambda r: Sample(r.key, [65], [float("nan")], "stop", 0)]
+    "sample",
+    [lambda r: Sample(r.key, [], [], "error", [], error="NaN"), lambda r: Sample(r.key, [65], [float("nan")], "stop", [(0, 1)])],
 )
 def test_an_engine_s_nan_costs_its_trajectory_only(sample):
     calls = []
@@ -444,6 +445,8 @@ def test_a_role_earns_the_mean_of_what_its_calls_earned():
 def test_collated_columns_hold_every_turn_once():
     verifier, rest = script()
     trajectories, _ = collect({"v": [verifier], "s": [rest]})
+    first = trajectories[0].turns[0]
+    first.weight_versions = [(3, 1), (4, len(first.token_ids) - 1)]
     batch = collate(trajectories, ("verifier", "search", "answer"), ("v", "s"), {"verifier", "answer"})
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     assert len(batch) == len(turns)
@@ -452,5 +455,11 @@ def test_collated_columns_hold_every_turn_once():
         assert batch.tokens[start:end].tolist() == [*turn.prompt_ids, *turn.token_ids]
         assert batch.agents[batch.agent[row]] == turn.agent and batch.policies[batch.policy[row]] == turn.policy
         assert bool(batch.trainable[row]) == (turn.agent != "search")
+        sampled = slice(*batch.response_offsets[row : row + 2].tolist())
+        versions = [version for version, tokens in turn.weight_versions for _ in range(tokens)]
+        assert batch.weight_versions[sampled].tolist() == versions and len(versions) == len(turn.token_ids)
+    last, trajectory = len(batch) - 1, trajectories[-1]
+    called = f"question {trajectory.question.id}, sample {trajectory.sample}, call {len(trajectory.turns) - 1} (agent answer)"
+    assert batch.row_name(last) == batch.select(torch.tensor([0, last])).row_name(1) == called
     picked = batch.select(batch.agent == 0)
     assert picked.offsets[-1] == len(picked.tokens) and picked.response_offsets[-1] == len(picked.engine_logprobs)

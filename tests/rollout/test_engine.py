@@ -164,7 +164,7 @@ def test_tied_weights_are_new_everywhere_after_an_update(engine, folder):
     model = another(folder)
     engine.update(hf_tensors(model), version=3)
     (sample,) = engine.generate([request(1, prompt(30), temperature=TEMPERATURE)])
-    assert sample.weight_version == 3
+    assert sample.weight_versions == [(3, len(sample.token_ids))]
     assert_logprobs(model, prompt(30), sample)
 
 

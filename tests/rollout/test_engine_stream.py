@@ -33,7 +33,15 @@ class Echo:
         if any(request.key < 0 for request in requests):
             raise RuntimeError("died")
         self.finished += [
-            Sample(r.key, r.prompt_ids, np.full(len(r.prompt_ids), r.temperature), "stop", r.seed, f"{r.top_p}") for r in requests
+            Sample(
+                r.key,
+                r.prompt_ids,
+                np.full(len(r.prompt_ids), r.temperature),
+                "stop",
+                [(r.seed, len(r.prompt_ids))],
+                f"{r.top_p}",
+            )
+            for r in requests
         ]
         self.arrived.set()
 
@@ -99,7 +107,9 @@ def test_every_request_has_its_own_sample_whatever_travels_together(batches):
     assert sorted(sample.key for sample in samples) == sorted(asked)
     for sample in samples:
         request = asked[sample.key]
-        assert sample.token_ids.tolist() == request.prompt_ids.tolist() and sample.weight_version == request.seed
+        assert sample.token_ids.tolist() == request.prompt_ids.tolist() and sample.weight_versions == [
+            (request.seed, len(request.prompt_ids))
+        ]
         assert sample.logprobs.tolist() == [np.float32(request.temperature)] * len(request.prompt_ids)
         assert (sample.finish_reason, sample.error) == ("stop", str(request.top_p))
 

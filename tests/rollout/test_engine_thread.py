@@ -53,7 +53,7 @@ class CountingCore:
         done = [key for key, left in self._left.items() if left == 0]
         for key in done:
             del self._left[key]
-        return [Sample(key, [1], [-0.5], "stop", 0) for key in done]
+        return [Sample(key, [1], [-0.5], "stop", [(0, 1)]) for key in done]
 
     def begin_update(self) -> None:
         self.updating = True

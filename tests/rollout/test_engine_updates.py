@@ -95,7 +95,7 @@ def test_a_faulty_update_names_the_tensor_and_closes_the_engine_until_a_good_one
         engine.call("submit", [request(1, prompt(5))])
     engine.update(tensors.items(), version=2)
     (sample,) = engine.generate([request(1, prompt(5))])
-    assert sample.error is None and sample.weight_version == 2
+    assert sample.error is None and sample.weight_versions == [(2, len(sample.token_ids))]
 
 
 def test_an_update_refused_at_its_first_bucket_leaves_the_old_weights(engine, tensors):
@@ -136,7 +136,19 @@ def test_nothing_is_generated_during_an_update(engine, tensors):
     engine.call("submit", [request(1, prompt(5))])
     assert engine.call("poll", 0.2) == [] and engine.call("stats")["steps"] == steps
     engine.update(tensors.items(), version=1)
-    assert engine.collect([1])[0].weight_version == 1
+    (sample,) = engine.collect([1])
+    assert sample.weight_versions == [(1, len(sample.token_ids))]
+
+
+def test_an_update_within_a_response_begins_another_span(engine, tensors):
+    steps = engine.call("stats")["steps"]
+    engine.call("submit", [request(1, prompt(5), max_tokens=120)])
+    while engine.call("stats")["steps"] < steps + 3:
+        time.sleep(0.001)
+    engine.update(tensors.items(), version=1)
+    (sample,) = engine.collect([1])
+    (old, before), (new, after) = sample.weight_versions
+    assert (old, new) == (0, 1) and min(before, after) >= 1 and before + after == len(sample.token_ids)
 
 
 def test_a_submit_gives_the_same_bits_whatever_came_before(engine):

@@ -98,13 +98,15 @@ def test_variants_are_valid_and_different():
         policy=torch.zeros(rows, dtype=torch.int64),
         group=trajectory // 5,
         trajectory=trajectory,
+        sample=trajectory % 5,
         turn=torch.arange(rows) % 3,
         reward=torch.randint(0, 2, (20,), generator=generator).float()[trajectory],
         valid=torch.rand(rows, generator=generator) > 0.1,
         trainable=torch.ones(rows, dtype=torch.bool),
-        weight_version=torch.zeros(rows, dtype=torch.int64),
+        weight_versions=torch.zeros(rows, dtype=torch.int32),
         agents=("a", "b", "c"),
         policies=("p",),
+        questions=("p", "q", "r", "s"),
     )
     results = []
     for variant in VARIANTS.values():

@@ -110,7 +110,7 @@ class ScriptedTeam(ScriptedTools):
 
     async def call(self, agent, question, history, **variables):
         content = self.agents[agent](question, history)
-        return Turn(agent, "policy", 0, [], [], [], [], 8, "stop", 0, content, content)
+        return Turn(agent, "policy", 0, [], [], [], [], 8, "stop", [], content, content)
 
     async def retrieve(self, query):
         return [passage.contents for passage in self.index.search(query, 2)][::-1]

@@ -37,7 +37,9 @@ class Script(ScriptedTools):
         assert set(variables) == set(WORKFLOWS["search_gated"].agents[agent])
         self.histories.append(variables["history"])
         content = self.queries.pop(0) if agent == "search" else self.answer
-        self.turns.append(Turn(agent, "p", len(self.turns), [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content))
+        self.turns.append(
+            Turn(agent, "p", len(self.turns), [], [0], [0], [0.0], 8, "stop", [(0, 1)], content or "garbage", content)
+        )
         return self.turns[-1]
 
     async def retrieve(self, query):

@@ -28,7 +28,9 @@ class Script(ScriptedTools):
         self.calls.append(agent)
         self.histories.append(list(variables.get("history", [])))
         content = self.lines[agent].pop(0)
-        self.turns.append(Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content))
+        self.turns.append(
+            Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", [(0, 1)], content or "garbage", content)
+        )
         return self.turns[-1]
 
     async def together(self, calls):
@@ -149,7 +151,7 @@ class Branch(ScriptedTools):
             raise NextCall(agent)
         content = self.contents[len(self.calls)]
         self.calls.append(agent)
-        return Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", 0, content or "garbage", content)
+        return Turn(agent, "p", len(self.calls) - 1, [], [0], [0], [0.0], 8, "stop", [(0, 1)], content or "garbage", content)
 
     async def together(self, calls):
         calls = list(calls)

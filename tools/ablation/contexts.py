@@ -18,7 +18,7 @@ from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.data.questions import Question, load_questions
 from megatron_drmas.environments.bm25_index import Bm25Index
-from megatron_drmas.environments.search import SearchEnvironment
+from megatron_drmas.environments.search import SearchConfig, SearchEnvironment
 from megatron_drmas.observability.history import write_atomically
 from megatron_drmas.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from megatron_drmas.team.team import Team
@@ -83,7 +83,7 @@ class _Scripted:
         if text is None:
             self.pending = (agent, variables)
             raise _Waiting
-        return Turn(agent, "", 0, [], np.empty(0), np.empty(0), np.empty(0), 0, "stop", 0, text, content)
+        return Turn(agent, "", 0, [], np.empty(0), np.empty(0), np.empty(0), 0, "stop", [], text, content)
 
 
 class ContextStudy:
@@ -161,7 +161,9 @@ class ContextStudy:
 
     def _find(self, query: str) -> list[str]:
         if query not in self._found:
-            settings = self.config.environment.retrieval
+            environment = self.config.environment
+            assert isinstance(environment, SearchConfig)
+            settings = environment.retrieval
             passages = [passage.contents for passage in self._index.search(query, settings.topk)]
             self._found[query] = passages[::-1] if settings.order == "best_last" else passages
         return self._found[query]

@@ -265,13 +265,15 @@ def turn_batch(rows: list[tuple[int, int, int, bool]], group: list[int], reward:
         policy=agent,
         group=torch.tensor(group)[trajectory],
         trajectory=trajectory,
+        sample=torch.zeros_like(trajectory),
         turn=turn,
         reward=torch.tensor(reward, dtype=torch.float32)[trajectory],
         valid=valid.bool(),
         trainable=ones,
-        weight_version=torch.zeros(count, dtype=torch.int64),
+        weight_versions=torch.zeros(count, dtype=torch.int32),
         agents=("search", "answer"),
         policies=("search", "answer"),
+        questions=tuple(map(str, range(max(group) + 1))),
     )
 
 

@@ -36,13 +36,15 @@ def make_batch(rows: int, tokens: int) -> TurnBatch:
         policy=torch.zeros(rows, dtype=torch.int64),
         group=trajectory // SAMPLES,
         trajectory=trajectory,
+        sample=trajectory % SAMPLES,
         turn=torch.arange(rows) % TURNS,
         reward=torch.randint(0, 2, (-(-rows // TURNS),), generator=generator).float()[trajectory],
         valid=torch.rand(rows, generator=generator) > 0.05,
         trainable=torch.ones(rows, dtype=torch.bool),
-        weight_version=torch.zeros(rows, dtype=torch.int64),
+        weight_versions=torch.zeros(1, dtype=torch.int32).expand(count),
         agents=tuple(f"agent{k}" for k in range(AGENTS)),
         policies=("policy",),
+        questions=tuple(map(str, range(-(-rows // (TURNS * SAMPLES))))),
     )
 
 

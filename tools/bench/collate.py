@@ -36,7 +36,7 @@ def trajectories(count: int, tokens: int) -> list[Trajectory]:
                 logprobs=np.full(tokens // 8, -0.5, np.float32),
                 limit=tokens,
                 finish_reason="stop",
-                weight_version=0,
+                weight_versions=[(0, tokens // 8)],
                 text="",
                 content="",
             )

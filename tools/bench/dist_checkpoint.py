@@ -169,9 +169,9 @@ def main() -> None:
                 print(f"{command[0]} by {which}: {seconds:.2f} s, {peak:.2f} GiB anonymous", flush=True)
                 if target == back:
                     identical = identical and same_tensors(hf, back)
-        seconds, peaks = ({which: min(pair[i] for pair in pairs) for which, pairs in measured.items()} for i in (0, 1))
-        times.append(seconds["torch"] / seconds["ours"])
-        memory.append(peaks["torch"] / peaks["ours"])
+        best = {which: [min(pair[i] for pair in pairs) for i in (0, 1)] for which, pairs in measured.items()}
+        times.append(best["torch"][0] / best["ours"][0])
+        memory.append(best["torch"][1] / best["ours"][1])
         print(f"{command[0]}: torch takes {times[-1]:.2f} times as long and {memory[-1]:.2f} times the memory")
     for folder in (hf, megatron, back):
         shutil.rmtree(folder)

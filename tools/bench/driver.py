@@ -61,7 +61,7 @@ class StubEngine:
     async def submit(self, requests: list[Request]) -> None:
         for request in requests:
             ids = self._answers(request)
-            self._finished.append(Sample(request.key, ids, np.full(len(ids), -0.5), "stop", 0))
+            self._finished.append(Sample(request.key, ids, np.full(len(ids), -0.5), "stop", [(0, len(ids))]))
         self._arrived.set()
 
     async def poll(self, timeout_s: float) -> list[Sample]:

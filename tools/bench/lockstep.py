@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from megatron_drmas.cluster.machine import fit_to_machine
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
@@ -58,9 +60,10 @@ def lengthen(client: PolicyClient, stop_ids: list[int], extra: Callable[[int], i
     async def shortened(asked: Awaitable[Sample], limit: int) -> Sample:
         sample = await asked
         end = next((place for place, token in enumerate(sample.token_ids[:limit], 1) if token in stop_ids), limit)
-        return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
+        spans = [(version, end) for version, _ in sample.weight_versions[:1]]
+        return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end], weight_versions=spans)
 
-    def lengthened(prompt_ids: list[int], seed: int, temperature: float, top_p: float, max_tokens: int) -> Awaitable[Sample]:
+    def lengthened(prompt_ids: np.ndarray, seed: int, temperature: float, top_p: float, max_tokens: int) -> Awaitable[Sample]:
         return shortened(generate(prompt_ids, seed, temperature, top_p, max_tokens + extra(seed)), max_tokens)
 
     client.generate = lengthened  # type: ignore[method-assign, assignment]

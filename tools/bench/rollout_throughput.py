@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from megatron_drmas.config.schema import EngineConfig
 from megatron_drmas.rollout.engine_messages import EngineSettings, Request
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
@@ -44,7 +46,7 @@ def make_requests(count: int, vocab_size: int) -> list[Request]:
     requests = []
     for key in range(count):
         if key % GROUP == 0:
-            prompt = [draw.randrange(3, vocab_size) for _ in range(draw.randint(60, 100))]
+            prompt = np.array([draw.randrange(3, vocab_size) for _ in range(draw.randint(60, 100))])
         requests.append(Request(key, prompt, key, 1.0, 1.0, draw.randint(4, 12)))
     return requests
 

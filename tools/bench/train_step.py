@@ -71,13 +71,15 @@ def make_batch(rows: list[Row]) -> TurnBatch:
         policy=zeros,
         group=zeros,
         trajectory=torch.arange(len(rows)),
+        sample=torch.arange(len(rows)),
         turn=zeros,
         reward=zeros.float(),
         valid=ones,
         trainable=ones,
-        weight_version=zeros,
+        weight_versions=torch.zeros(total, dtype=torch.int32),
         agents=("agent",),
         policies=("policy",),
+        questions=("question",),
         advantages=torch.randn(total, generator=torch.Generator().manual_seed(1)),
     )
 
