@@ -29,20 +29,37 @@ class ActorProcess:
         """`PolicyActor.initialize`."""
         return self._actor.initialize(weights)
 
+    def offload(self) -> int:
+        """Move everything to the host; the bytes left on the device."""
+        self._actor.residency.offload()
+        return self._actor.residency.on_device
+
+    def onload(self) -> None:
+        """Bring everything back to the device."""
+        self._actor.residency.onload()
+
+    def onload_parameters(self) -> None:
+        """Bring the parameters alone back to the device, for `begin_send`."""
+        self._actor.residency.onload_parameters()
+
     def update(self, batch: "TurnBatch", step: int) -> dict:
         """`PolicyActor.update`."""
+        self._actor.residency.require_whole("update")
         return self._actor.update(batch, step)
 
     def save(self, path: str) -> None:
         """`PolicyActor.save`."""
+        self._actor.residency.require_whole("save")
         self._actor.save(path)
 
     def load(self, path: str) -> None:
         """`PolicyActor.load`."""
+        self._actor.residency.require_whole("load")
         self._actor.load(path)
 
     def export_hf(self, path: str) -> None:
         """`PolicyActor.export_hf`."""
+        self._actor.residency.require_parameters("export")
         self._actor.export_hf(path)
 
     def join_transfer_group(self, info: dict) -> None:
@@ -61,6 +78,7 @@ class ActorProcess:
 
         from checkpoints_conv.megatron.export import iter_hf_tensors
 
+        self._actor.residency.require_parameters("a weight update")
         takes_part = self._transport.every_rank_publishes or parallel_state.get_data_parallel_rank() == 0
         publishes = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self._sender = self._transport.sender(
