@@ -29,18 +29,10 @@ class ActorProcess:
         """`PolicyActor.initialize`."""
         return self._actor.initialize(weights)
 
-    def offload(self) -> int:
-        """Move everything to the host; the bytes left on the device."""
-        self._actor.residency.offload()
+    def hold(self, parameters: bool, rest: bool) -> int:
+        """`Residency.hold`; the bytes that are on the device then."""
+        self._actor.residency.hold(parameters, rest)
         return self._actor.residency.on_device
-
-    def onload(self) -> None:
-        """Bring everything back to the device."""
-        self._actor.residency.onload()
-
-    def onload_parameters(self) -> None:
-        """Bring the parameters alone back to the device, for `begin_send`."""
-        self._actor.residency.onload_parameters()
 
     def update(self, batch: "TurnBatch", step: int) -> dict:
         """`PolicyActor.update`."""

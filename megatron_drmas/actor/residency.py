@@ -54,6 +54,7 @@ class Residency:
         self._states = [storage for storage in _distinct(_optimizer_tensors(optimizer)) if storage._cdata not in seen]
         self._sizes = {storage._cdata: storage.nbytes() for storage in (*self._gradients, *self._parameters, *self._states)}
         self._host: dict[int, list[Tensor]] = {}
+        self._away: set[int] = set()
 
     @property
     def bytes(self) -> ActorBytes:
@@ -66,51 +67,53 @@ class Residency:
         """Bytes that this process holds on the device: on a GPU what its allocator has reserved, activations included."""
         if self._pinned:
             return torch.cuda.memory_reserved()
-        return sum(storage.nbytes() for storage in (*self._parameters, *self._gradients, *self._states))
+        return sum(size for storage, size in self._sizes.items() if storage not in self._away)
 
-    def offload(self) -> None:
-        """Move everything that is on the device to the host."""
-        self._optimizer.zero_grad(set_to_none=True)  # fp32 main parameters keep a gradient of their own after a step
-        for storage in self._gradients:
-            storage.resize_(0)
-        moving = [storage for storage in (*self._parameters, *self._states) if storage.nbytes()]
-        for storage in moving:
+    def hold(self, parameters: bool, rest: bool) -> None:
+        """Have on the device what is asked for, and the other parts on the host; gradients that come back are zero."""
+        kinds = ((self._parameters, parameters), (self._states, rest))
+        leaving = [storage for kind, stays in kinds if not stays for storage in kind if storage._cdata not in self._away]
+        if not rest:
+            self._optimizer.zero_grad(set_to_none=True)  # fp32 main parameters keep a gradient of their own after a step
+            self._free(storage for storage in self._gradients if storage._cdata not in self._away)
+        for storage in leaving:
             self._copy(storage, to_host=True)
         _synchronize()
-        for storage in moving:
-            storage.resize_(0)
+        self._free(leaving)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def onload_parameters(self) -> None:
-        """Bring the parameters back, which is what a weight update reads."""
-        self._bring_back(self._parameters)
-
-    def onload(self) -> None:
-        """Bring everything back; gradients are zero."""
-        self._bring_back([*self._parameters, *self._states])
-        for storage in self._gradients:
-            if not storage.nbytes():
-                storage.resize_(self._sizes[storage._cdata])
+        for storage in (storage for kind, wanted in kinds if wanted for storage in kind if storage._cdata in self._away):
+            self._take(storage)
+            self._copy(storage, to_host=False)
+        for storage in self._gradients if rest else ():
+            if storage._cdata in self._away:
+                self._take(storage)
                 storage.fill_(0)
+        _synchronize()
 
     def require_whole(self, what: str) -> None:
         """Raises NotResident unless everything is on the device."""
-        if not all(storage.nbytes() for storage in (*self._parameters, *self._gradients, *self._states)):
+        if self._away:
             raise NotResident(f"{what} needs the whole actor on its device, and part of it is on the host")
 
     def require_parameters(self, what: str) -> None:
         """Raises NotResident unless the parameters are on the device."""
-        if not all(storage.nbytes() for storage in self._parameters):
+        if any(storage._cdata in self._away for storage in self._parameters):
             raise NotResident(f"{what} needs the actor's parameters on its device, and they are on the host")
 
-    def _bring_back(self, storages: Iterable[UntypedStorage]) -> None:
+    def _free(self, storages: Iterable[UntypedStorage]) -> None:
         for storage in storages:
-            if not storage.nbytes():
-                storage.resize_(self._sizes[storage._cdata])
-                self._copy(storage, to_host=False)
-        _synchronize()
+            self._away.add(storage._cdata)
+            if storage.resizable():
+                storage.resize_(0)
+            else:  # on a CPU, saving has moved it into shared memory: what it held is not to be used either
+                storage.fill_(0xFF)
+
+    def _take(self, storage: UntypedStorage) -> None:
+        self._away.discard(storage._cdata)
+        if storage.resizable():
+            storage.resize_(self._sizes[storage._cdata])
 
     def _copy(self, storage: UntypedStorage, to_host: bool) -> None:
         size = self._sizes[storage._cdata]

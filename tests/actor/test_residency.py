@@ -8,15 +8,17 @@ from tests.actor.ranks import make_settings, make_tree_batch
 from tests.actor.test_actor_resume import states_of, train, weights_of
 
 
-def train_with_round_trips(actor, trips):
+def train_with_round_trips(actor, trips, folder):
     reports = []
     for seed in range(3):
+        if seed == 2:
+            actor.save(folder)
         if trips:
-            actor.residency.offload()
+            actor.residency.hold(False, False)
             assert actor.residency.on_device == 0
-            actor.residency.onload_parameters()
+            actor.residency.hold(True, False)
             assert actor.residency.on_device == actor.residency.bytes.parameters
-            actor.residency.onload()
+            actor.residency.hold(True, True)
         reports += train(actor, [seed])
     assert actor.residency.on_device == actor.residency.bytes.total
     return reports, weights_of(actor), states_of(actor)
@@ -34,10 +36,10 @@ def train_with_round_trips(actor, trips):
         ("dp2", "bf16", False),
     ],
 )
-def test_a_round_trip_before_every_step_changes_no_bit(ranks, models, layout, precision, distributed):
+def test_a_round_trip_before_every_step_changes_no_bit(ranks, models, tmp_path, layout, precision, distributed):
     settings = make_settings(models["llama"], layout, precision, {"distributed": distributed}, updates_per_batch=2)
-    stayed = ranks.run(settings, train_with_round_trips, False)
-    moved = ranks.run(settings, train_with_round_trips, True)
+    stayed = ranks.run(settings, train_with_round_trips, False, str(tmp_path / "checkpoint"))
+    moved = ranks.run(settings, train_with_round_trips, True, str(tmp_path / "checkpoint"))
     for of_stayed, of_moved in zip(stayed, moved, strict=True):
         torch.testing.assert_close(of_stayed, of_moved, rtol=0, atol=0)
 
@@ -59,16 +61,16 @@ def test_every_byte_is_counted_once(ranks, models, precision, parameters, optimi
 
 def use_while_away(actor):
     said = []
-    actor.residency.offload()
+    actor.residency.hold(False, False)
     for use in (lambda: actor.residency.require_whole("save"), lambda: actor.residency.require_parameters("export")):
         with pytest.raises(NotResident) as refused:
             use()
         said.append(str(refused.value))
-    actor.residency.onload_parameters()
+    actor.residency.hold(True, False)
     actor.residency.require_parameters("export")
     with pytest.raises(NotResident):
         actor.residency.require_whole("save")
-    actor.residency.onload()
+    actor.residency.hold(True, True)
     actor.update(make_tree_batch(0), 0)
     return said
 
