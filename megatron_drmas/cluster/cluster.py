@@ -93,6 +93,8 @@ class Cluster:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.pool.schedule.takes_turns:
+            self._note(f"shared pool: {self.pool.summary()}")
         await self._stack.aclose()
 
     async def _start(self) -> None:
@@ -215,6 +217,8 @@ class Cluster:
         residents = [resident for policy in self.policies.values() for resident in policy.residents()]
         memory = self.config.cluster.device_memory_mib
         schedule = step_schedule(residents, None if memory is None else memory << 20)
+        if schedule.takes_turns:
+            self._note("\n".join(["shared pool, by phases of a step:", *(f"    {line}" for line in schedule.lines())]))
         moves, states = {}, {}
         for resident in residents:
             policy = self.policies[resident.policy]

@@ -42,6 +42,16 @@ class DevicePool:
     def states(self) -> Mapping[str, State]:
         return self._states
 
+    def summary(self) -> str:
+        """The fullest device's peak against what it would hold were nobody ever away."""
+        everything = self.schedule.everything()
+        gpu = max(self.peak, key=self.peak.__getitem__)
+        peak, all_of_it = self.peak[gpu], everything[gpu]
+        return (
+            f"at most {peak / 2**30:.3f} GiB on GPU {gpu[1]} of node {gpu[0]}, {peak / all_of_it:.0%} of the "
+            f"{all_of_it / 2**30:.3f} that all residents take together"
+        )
+
     async def enter(self, phase: Phase, keep: Collection[str] = (), idle: Collection[str] = ()) -> None:
         """Go to a phase.
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.engine_messages import EngineSettings, Sample
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Sample
 from tests.engine_process import EngineProcess, prompt, request
 from tests.tiny_models import make_llama
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=256, max_num_seqs=32, kv_cache_mib=64)
-    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size, sleep=True)) as engine:
         yield engine
 
 
@@ -198,6 +198,33 @@ def test_requests_in_flight_go_on_with_the_new_weights(engine, folder):
         assert bool((by_old.int().diff() <= 0).all())
         switched += bool(by_old.any() and by_new.any())
     assert switched
+
+
+def test_a_sleeping_engine_serves_nobody_and_keeps_the_weights_that_it_was_told_to(engine, folder):
+    asked = [request(1, prompt(30))]
+    (before,) = engine.generate(asked)
+    engine.call("sleep", True)
+    with pytest.raises(EngineError, match="is asleep"):
+        engine.call("submit", asked)
+    engine.call("wake_weights")
+    engine.call("wake_cache")
+    assert engine.generate(asked) == [before]
+    engine.call("sleep", False)
+    engine.call("wake_weights")
+    with pytest.raises(EngineError, match="cannot wake: its weights are incomplete .lost when it fell asleep"):
+        engine.call("wake_cache")
+    engine.update(hf_tensors(LlamaForCausalLM.from_pretrained(folder)), version=0)
+    with pytest.raises(EngineError, match="is asleep"):
+        engine.call("submit", asked)
+    engine.call("wake_cache")
+    assert engine.generate(asked) == [before]
+
+
+def test_an_engine_with_requests_does_not_sleep(engine):
+    engine.call("submit", [request(1, prompt(30), max_tokens=150)])
+    with pytest.raises(EngineError, match="cannot sleep: 1 requests are in flight"):
+        engine.call("sleep", True)
+    engine.collect([1])
 
 
 def test_weights_that_are_not_a_number_cost_the_sample_not_the_engine(engine, folder):
