@@ -25,7 +25,6 @@ from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.config.setting import check_settings
 from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
-from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.rollout.head_sizes import cpu_head_sizes
 from megatron_drmas.team.parsing import PARSERS
@@ -69,9 +68,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     device = resolve_device(config)
     placement = place(config, device)
     for name, policy in config.policies.items():
-        actors, engines = placement.actors[name], placement.engines[name]
-        shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
-        route = Route(device, shared, policy.parallel.pipeline, len({slot.node for slot in actors + engines}))
+        route = Route(device, placement.engines_on_actor(name), policy.parallel.pipeline, placement.nodes(name))
         choose_transport(config.cluster.transport, route, name)
     if machine:
         check_ray(config.cluster.nodes if device == "cuda" else 1, object_store_bytes(config))

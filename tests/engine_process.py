@@ -112,6 +112,11 @@ def request(
     return Request(key, prompt_ids, key if seed is None else seed, temperature, top_p, max_tokens)
 
 
+def said(samples: list[Sample]) -> list[tuple]:
+    """What can be compared for equality, bit by bit."""
+    return [(s.key, s.token_ids.tolist(), s.logprobs.tobytes(), s.finish_reason, s.weight_versions, s.error) for s in samples]
+
+
 def serve(address: str) -> None:
     """The child: construct and start the engine, then answer calls until the parent goes away."""
     connection = Client(address)

@@ -29,12 +29,19 @@ class ActorProcess:
         """`PolicyActor.initialize`."""
         return self._actor.initialize(weights)
 
+    def hold(self, parameters: bool, rest: bool) -> int:
+        """`Residency.hold`; the bytes that are on the device then."""
+        self._actor.residency.hold(parameters, rest)
+        return self._actor.residency.on_device
+
     def update(self, batch: "TurnBatch", step: int) -> dict:
         """`PolicyActor.update`."""
+        self._actor.residency.require_whole("update")
         return self._actor.update(batch, step)
 
     def begin_save(self, path: str) -> None:
         """`PolicyActor.begin_save`."""
+        self._actor.residency.require_whole("save")
         self._actor.begin_save(path)
 
     def checkpoint_written(self) -> bool:
@@ -47,10 +54,12 @@ class ActorProcess:
 
     def load(self, path: str) -> None:
         """`PolicyActor.load`."""
+        self._actor.residency.require_whole("load")
         self._actor.load(path)
 
     def export_hf(self, path: str) -> None:
         """`PolicyActor.export_hf`."""
+        self._actor.residency.require_parameters("export")
         self._actor.export_hf(path)
 
     def join_transfer_group(self, info: dict) -> None:
@@ -69,6 +78,7 @@ class ActorProcess:
 
         from checkpoints_conv.megatron.export import iter_hf_tensors
 
+        self._actor.residency.require_parameters("a weight update")
         takes_part = self._transport.every_rank_publishes or parallel_state.get_data_parallel_rank() == 0
         publishes = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         self._sender = self._transport.sender(

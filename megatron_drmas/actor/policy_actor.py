@@ -22,11 +22,13 @@ from megatron_drmas.actor.packing import MicroBatch, pack_rows
 from megatron_drmas.actor.parallel import destroy_groups, initialize_groups, owns_results, sum_over_ranks
 from megatron_drmas.actor.precision import token_multiple
 from megatron_drmas.actor.reference import ReferencePolicy
+from megatron_drmas.actor.residency import Residency
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.actor.trust_region import TrustRegions
 from megatron_drmas.algorithm.losses import token_weights
 from megatron_drmas.algorithm.minibatch import plan_microbatches, plan_minibatches, plan_shared_microbatches
 from megatron_drmas.batch import TokenBatch, TurnBatch, gather_segments
+from megatron_drmas.devices import DEVICES
 
 
 class PolicyActor:
@@ -49,7 +51,8 @@ class PolicyActor:
             weights: Hugging Face folder; "" starts random, from the config.json of `settings.policy.model`.
 
         Returns:
-            parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank.
+            parameters (of the whole model), local_parameters, tensor_rank, pipeline_rank, data_rank, and bytes: what this rank
+            holds on its device, an `ActorBytes`.
         """
         initialize_groups(self.settings, self.rank, self.world_size, *self.master)
         config = read_config(weights or self.settings.policy.model)
@@ -64,12 +67,15 @@ class PolicyActor:
         self.trust_regions = TrustRegions(loss)
         self.optimizer = build_optimizer(self.model, self.settings)
         self.schedule = build_schedule(self.optimizer, self.settings)
+        self.residency = Residency(self.model, self.optimizer, pinned=DEVICES[self.settings.device].accelerated)
+        held = self.residency.bytes
         return {
             "parameters": sum(math.prod(shape) for shape in ModelMapping(self.spec).hf_shapes().values()),
             "local_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
             "pipeline_rank": parallel_state.get_pipeline_model_parallel_rank(),
             "data_rank": parallel_state.get_data_parallel_rank(),
+            "bytes": {"parameters": held.parameters, "total": held.total},
         }
 
     def update(self, batch: TurnBatch, step: int) -> dict:
@@ -200,7 +206,7 @@ class PolicyActor:
 
     def shutdown(self) -> None:
         """Leave the process group and free the model."""
-        del self.optimizer, self.schedule, self.model
+        del self.optimizer, self.schedule, self.residency, self.model
         destroy_groups()
 
     def _micro_batches(self, batch: TokenBatch, wanted: "Tensor | None" = None) -> list[MicroBatch]:

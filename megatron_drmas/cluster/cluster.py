@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +14,14 @@ import ray
 import megatron_drmas.environments
 import megatron_drmas.workflows  # noqa: F401  registers
 from megatron_drmas.batch import TurnBatch
+from megatron_drmas.cluster.device_pool import DevicePool
 from megatron_drmas.cluster.fork_server import ForkServer
-from megatron_drmas.cluster.machine import object_store_bytes
+from megatron_drmas.cluster.machine import gpu_memory, object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime, process_environment
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.cluster.ray_start import RaySession, make_folder, named_cluster
+from megatron_drmas.cluster.schedule import PoolOverflow, step_schedule
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
@@ -30,7 +32,7 @@ from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
-FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError)  # what ends a run by its name
+FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError, PoolOverflow)  # what ends a run by its name
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 
@@ -68,6 +70,8 @@ class Cluster:
         self.run_dir = Path(config.output_dir) / config.name
         self.collector: Collector
         self.policies: dict[str, PolicyRuntime] = {}
+        self.pool: DevicePool
+        self._unchanged: set[str] = set()  # trainable policies that the latest update left as they were
         self._phase = phase
         self._note = note
         self._restarted = restarted
@@ -84,12 +88,14 @@ class Cluster:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.pool.schedule.takes_turns:
+            self._note(f"shared pool: {self.pool.summary()}")
         await self._stack.aclose()
 
     async def _start(self) -> None:
         config = self.config
         device = resolve_device(config)
-        placement = place(config, device)
+        placement = place(config, device, self._actors)
         logs = self.run_dir / "logs"
         environment = ENVIRONMENTS[config.environment.name](
             config.environment, Place(logs, config.cluster.start_timeout_s, self._restarted)
@@ -112,22 +118,20 @@ class Cluster:
             bundles = await _reserve(config, device)
         tokenizers = {name: ChatTokenizer(policy.model, policy.template_options) for name, policy in config.policies.items()}
         for name in config.policies:
-            self.policies[name] = PolicyRuntime(
-                name,
-                config,
-                tokenizers[name].stop_ids,
-                device,
-                placement.actors[name] if self._actors else [],
-                placement.engines[name],
-                bundles,
-                logs,
-                self._py_executable,
-            )
+            stop_ids = tokenizers[name].stop_ids
+            self.policies[name] = PolicyRuntime(name, config, stop_ids, device, placement, bundles, logs, self._py_executable)
             self._stack.push_async_callback(self.policies[name].stop)
         with self._phase("start actors and engines"):
-            await together(policy.start() for policy in self.policies.values())
+            if any(len(set(policies)) > 1 for policies in placement.crowded().values()):
+                for policy in self.policies.values():  # each measures a device that it has for itself
+                    await policy.start()
+            else:
+                await together(policy.start() for policy in self.policies.values())
+            self.pool = self._pool(device)
         if begun:
             await self._enter(environment)
+        if not self.trainable:
+            await self.pool.enter(*self.pool.schedule.phase("generate"))
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
@@ -173,7 +177,9 @@ class Cluster:
         return sum(client.generated_tokens for client in self.collector.clients.values())
 
     async def update(self, batch: TurnBatch, step: int) -> dict[str, dict]:
-        """Train every policy on its own rows, all at the same time.
+        """Train every policy on its own rows: side by side where the pool has room, else in turn.
+
+        A policy without a row to train on stays as it is.
 
         Returns:
             The actors' metrics by policy; a policy without a row to train on has none.
@@ -183,21 +189,35 @@ class Cluster:
             rows = batch.select(batch.trainable & (batch.policy == batch.policies.index(name)))
             if len(rows):
                 shares[name] = rows
-        metrics = await together(self.policies[name].update(rows, step) for name, rows in shares.items())
-        return dict(zip(shares, metrics))
+        self._unchanged = self.trainable.keys() - shares.keys()
+        metrics: dict[str, dict] = {}
+        for phase in self.pool.schedule.phase("update"):
+            names = [name for name in phase.policies if name in shares]
+            if names:
+                await self.pool.enter(phase, keep=self.policies.keys() - shares.keys(), idle=self._unchanged)
+                results = await together(self.policies[name].update(shares[name], step) for name in names)
+                metrics |= dict(zip(names, results))
+        return {name: metrics[name] for name in shares}
 
     async def sync_weights(self, version: int, verify: bool = False) -> None:
-        """Bring every engine to its actor's weights.
+        """Bring every engine to its actor's weights, and let the team generate.
 
         Args:
             version: what the engines report as `weight_version` from then on.
             verify: compare the engines' weights with the actors', tensor by tensor.
         """
-        await together(policy.sync_weights(version, verify) for policy in self.trainable.values())
+        for phase in self.pool.schedule.phase("sync"):
+            names = [name for name in phase.policies if name not in self._unchanged]
+            if names:
+                await self.pool.enter(phase, idle=self._unchanged)
+                await together(self.policies[name].sync_weights(version, verify) for name in names)
+        await self.pool.enter(*self.pool.schedule.phase("generate"))
+        await together(self.policies[name].set_version(version) for name in self._unchanged)
+        self._unchanged = set()
 
     async def begin_save(self, folder: Path) -> None:
-        """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>."""
-        await together(policy.begin_save(folder / name) for name, policy in self.trainable.items())
+        """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>.  The engines must be idle."""
+        await self._with_actors(PolicyRuntime.begin_save, folder)
 
     async def finish_save(self) -> None:
         """Wait until every actor's checkpoint is written."""
@@ -205,11 +225,34 @@ class Cluster:
 
     async def load(self, folder: Path) -> None:
         """Restore every actor from folder/<policy>."""
-        await together(policy.load(folder / name) for name, policy in self.trainable.items())
+        await self._with_actors(PolicyRuntime.load, folder)
 
     async def export(self, folder: Path) -> None:
         """Write every trained policy as a Hugging Face folder, folder/<policy>."""
-        await together(policy.export(folder / name) for name, policy in self.trainable.items())
+        await self._with_actors(PolicyRuntime.export, folder)
+
+    async def _with_actors(self, work: Callable[[PolicyRuntime, Path], Awaitable[None]], folder: Path) -> None:
+        """Do it with every actor on its devices: at the same time, or in turn where they share them."""
+        if not self.pool.schedule.takes_turns:
+            await together(work(policy, folder / name) for name, policy in self.trainable.items())
+            return
+        for name, policy in self.trainable.items():
+            async with self.pool.lend(name):
+                await work(policy, folder / name)
+
+    def _pool(self, device: str) -> DevicePool:
+        """The residents of virtual or real devices; an empty pool where nothing is placed on any."""
+        residents = [resident for policy in self.policies.values() for resident in policy.residents()]
+        gib = self.config.cluster.gpu_memory_gib
+        schedule = step_schedule(residents, gpu_memory(gib) if gib or DEVICES[device].placed else None)
+        if schedule.takes_turns:
+            self._note("\n".join(["shared pool, by phases of a step:", *(f"    {line}" for line in schedule.lines())]))
+        moves, states = {}, {}
+        for resident in residents:
+            policy = self.policies[resident.policy]
+            moves[resident.name] = policy.move_actor if resident.role == "actor" else policy.move_engines
+            states[resident.name] = policy.initial_state
+        return DevicePool(schedule, moves, states)
 
 
 async def _reserve(config: RunConfig, device: str) -> Any | None:

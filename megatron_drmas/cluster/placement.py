@@ -1,10 +1,19 @@
-"""Which GPUs each actor rank and each engine gets; pure arithmetic, done before anything starts."""
+"""Which GPUs each actor rank and each engine gets; pure arithmetic, done before anything starts.
 
+The allocation is cut into named pools (`cluster.pools`; one of all GPUs unless it says otherwise), and a policy says in
+which of them its actor and its engines live.  Within a pool a group of processes goes where the fewest of its kind are, so
+that policies have GPUs of their own while there are enough, and share them where there are not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
 from megatron_drmas.devices import DEVICES
+
+WHOLE = "all"  # the pool where none is named
 
 
 @dataclass(frozen=True)
@@ -14,6 +23,11 @@ class Slot:
     node: int
     devices: tuple[int, ...]
 
+    @property
+    def gpus(self) -> tuple[tuple[int, int], ...]:
+        """(node, device) of each."""
+        return tuple((self.node, device) for device in self.devices)
+
 
 @dataclass
 class Placement:
@@ -21,6 +35,29 @@ class Placement:
 
     actors: dict[str, list[Slot]] = field(default_factory=dict)
     engines: dict[str, list[Slot]] = field(default_factory=dict)
+
+    def nodes(self, policy: str) -> int:
+        """Over how many nodes a policy's processes lie."""
+        return len({slot.node for slot in self.actors[policy] + self.engines[policy]})
+
+    def engines_on_actor(self, policy: str) -> bool:
+        """Whether every GPU of a policy's engines has a rank of its actor."""
+        engines = gpus_of(self.engines[policy])
+        return bool(engines) and set(engines) <= set(gpus_of(self.actors[policy]))
+
+    def crowded(self) -> dict[tuple[int, int], list[str]]:
+        """The GPUs that several residents share, the actor and the engines of a policy being one each: GPU -> their policies."""
+        residents: dict[tuple[int, int], list[str]] = {}
+        for of_role in (self.actors, self.engines):
+            for policy, slots in of_role.items():
+                for gpu in dict.fromkeys(gpus_of(slots)):
+                    residents.setdefault(gpu, []).append(policy)
+        return {gpu: policies for gpu, policies in sorted(residents.items()) if len(policies) > 1}
+
+
+def gpus_of(slots: Iterable[Slot]) -> list[tuple[int, int]]:
+    """(node, device) of every GPU of slots, in their order."""
+    return [gpu for slot in slots for gpu in slot.gpus]
 
 
 def resolve_device(config: RunConfig) -> str:
@@ -30,101 +67,123 @@ def resolve_device(config: RunConfig) -> str:
     return "cuda" if config.cluster.gpus_per_node else "cpu"
 
 
-def place(config: RunConfig, device: str) -> Placement:
-    """Lay the policies over the allocation, each on GPUs of its own.
+def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
+    """Lay the policies over the pools.
 
-    Ranks are placed in Megatron's order (tensor fastest), so a tensor-parallel group lies within a node.  With
-    `cluster.colocate` a policy's engines share the GPUs of its actor and take turns with it; otherwise, and for frozen
-    policies, engines have their own.
+    Ranks are placed in Megatron's order (tensor fastest), and a tensor-parallel group lies within a node.  A policy's
+    engines go to the GPUs of its own actor where those are in the engines' pool and no busier than others.
 
     Args:
         config: the run.
-        device: cpu | cuda; on CPUs every process is placed on node 0 without devices.
+        device: cpu | cuda; on CPUs with cluster.gpus_per_node=0 every process is placed on node 0 without devices, with
+            more on as many virtual devices.
+        actors: place them too; an evaluation has engines only.
 
     Raises:
-        ConfigError: the allocation is too small (with the arithmetic), or a group does not fit within a node.
+        ConfigError: a pool is unknown, too large or too small (with the arithmetic), or a group does not fit within a node.
     """
     placement = Placement()
-    if not DEVICES[device].placed:
+    if not DEVICES[device].placed and not config.cluster.gpus_per_node:
         for name, policy in config.policies.items():
-            placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if policy.trainable else 0)
+            placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if actors and policy.trainable else 0)
             placement.engines[name] = [Slot(0, ())] * policy.engine.replicas
         return placement
-    per_node, total = config.cluster.gpus_per_node, config.cluster.gpus_per_node * config.cluster.nodes
-    needs = {name: _gpus(name, policy, config) for name, policy in config.policies.items()}
-    if sum(needs.values()) > total:
-        sums = " + ".join(f"{count} ({name})" for name, count in needs.items())
-        raise ConfigError(
-            "cluster.gpus_per_node",
-            per_node,
-            f"the policies need {sums} = {sum(needs.values())} GPUs, the allocation has "
-            f"{config.cluster.nodes} x {per_node} = {total}",
-            "ask for more GPUs or use smaller layouts",
-        )
-    pool = _Pool(per_node, total)
+    per_node, pools = config.cluster.gpus_per_node, _pools(config)
+    ranks, engines = Counter[int](), Counter[int]()
     for name, policy in config.policies.items():
-        world = policy.parallel.world_size if policy.trainable else 0
-        actors = [
-            gpu
-            for _ in range(world // policy.parallel.tensor)
-            for gpu in pool.take(policy.parallel.tensor, f"policies.{name}.parallel.tensor")
-        ]
-        placement.actors[name] = [Slot(gpu // per_node, (gpu % per_node,)) for gpu in actors]
-        shared = actors if config.cluster.colocate and policy.trainable else None
-        size = policy.engine.tensor
-        placement.engines[name] = []
-        for replica in range(policy.engine.replicas):
-            gpus = (
-                shared[replica * size : (replica + 1) * size]
-                if shared is not None
-                else pool.take(size, f"policies.{name}.engine.tensor")
+        gpus: list[int] = []
+        if actors and policy.trainable:
+            pool = _pool_of(name, "actor_pool", policy.actor_pool, pools)
+            gpus = _take(pools[pool], policy.parallel.tensor, policy.parallel.world_size, per_node, ranks, ranks)
+            if not gpus:
+                raise _too_small(f"policies.{name}.parallel", _layout(policy), pool, pools, per_node)
+            ranks.update(gpus)
+        placement.actors[name] = [Slot(gpu // per_node, (gpu % per_node,)) for gpu in gpus]
+    for name, policy in config.policies.items():
+        pool = _pool_of(name, "engine_pool", policy.engine_pool, pools)
+        own = [slot.node * per_node + slot.devices[0] for slot in placement.actors[name]]
+        size, placement.engines[name] = policy.engine.tensor, []
+        if policy.engine.replicas * size > len(pools[pool]):
+            raise _too_small(
+                f"policies.{name}.engine.replicas", f"{policy.engine.replicas} of tensor {size}", pool, pools, per_node
             )
-            if len({gpu // per_node for gpu in gpus}) > 1:
-                raise ConfigError(
-                    f"policies.{name}.engine.tensor",
-                    size,
-                    f"replica {replica} would span nodes",
-                    "choose a size that divides the actor's GPUs on a node",
-                )
+        for _ in range(policy.engine.replicas):
+            taken = {number * per_node + gpu for number, gpu in gpus_of(placement.engines[name])}
+            gpus = _take([gpu for gpu in pools[pool] if gpu not in taken], size, size, per_node, engines, ranks, own)
+            if not gpus:
+                raise _too_small(f"policies.{name}.engine.tensor", f"{size}", pool, pools, per_node)
+            engines.update(gpus)
             placement.engines[name].append(Slot(gpus[0] // per_node, tuple(gpu % per_node for gpu in gpus)))
     return placement
 
 
-def _gpus(name: str, policy: PolicyConfig, config: RunConfig) -> int:
-    engines = policy.engine.replicas * policy.engine.tensor
-    if not policy.trainable:
-        return engines
-    world = policy.parallel.world_size
-    if not config.cluster.colocate:
-        return world + engines
-    if engines > world:
-        raise ConfigError(
-            f"policies.{name}.engine.replicas",
-            policy.engine.replicas,
-            f"{policy.engine.replicas} replicas x {policy.engine.tensor} GPUs do not fit on the {world} GPUs of the actor",
-            "use fewer replicas, or cluster.colocate=false",
+def _pools(config: RunConfig) -> dict[str, range]:
+    """The GPUs of each pool, numbered over the whole allocation."""
+    total = config.cluster.gpus_per_node * config.cluster.nodes
+    if not config.cluster.pools:
+        return {WHOLE: range(total)}
+    pools, start = {}, 0
+    for name, size in config.cluster.pools.items():
+        if size < 1:
+            raise ConfigError(f"cluster.pools.{name}", size, "a pool has at least one GPU", "give it some, or leave it out")
+        pools[name] = range(start, start + size)
+        start += size
+    if start > total:
+        sums = " + ".join(f"{len(gpus)} ({name})" for name, gpus in pools.items())
+        arithmetic = (
+            f"{sums} = {start} GPUs, the allocation has {config.cluster.nodes} x {config.cluster.gpus_per_node} = {total}"
         )
-    return world
+        raise ConfigError("cluster.pools", dict(config.cluster.pools), arithmetic, "make pools smaller, or ask for more GPUs")
+    return pools
 
 
-class _Pool:
-    """Hands out consecutive GPUs, never across a node's border."""
+def _pool_of(policy: str, key: str, wanted: str | None, pools: dict[str, range]) -> str:
+    if wanted is None and len(pools) == 1:
+        return next(iter(pools))
+    if wanted not in pools:
+        problem = "names no pool" if wanted is not None else "must name a pool, since there are several"
+        raise ConfigError(f"policies.{policy}.{key}", wanted, problem, f"choose one of: {', '.join(pools)}")
+    return wanted
 
-    def __init__(self, per_node: int, total: int):
-        self._per_node, self._total, self._next = per_node, total, 0
 
-    def take(self, count: int, key: str) -> list[int]:
-        if count > self._per_node:
-            raise ConfigError(key, count, f"a group must fit into a node, which has {self._per_node} GPUs", "use a smaller size")
-        if self._next // self._per_node != (self._next + count - 1) // self._per_node:
-            self._next = (self._next // self._per_node + 1) * self._per_node
-        taken = list(range(self._next, self._next + count))
-        self._next += count
-        if self._next > self._total:
-            raise ConfigError(
-                key,
-                count,
-                f"groups that fit into nodes of {self._per_node} GPUs need more than {self._total} GPUs",
-                "use sizes that fill nodes",
-            )
-        return taken
+def _take(
+    pool: range, group: int, count: int, per_node: int, load: Counter[int], then: Counter[int], preferred: Sequence[int] = ()
+) -> list[int]:
+    """`count` GPUs of a pool, in groups that lie within a node: those with the least `load`, then the least `then`.
+
+    Args:
+        preferred: win among equals, before the first GPUs of the pool do.
+
+    Returns:
+        Nothing if there are too few.
+    """
+    free = set(pool)
+    best: tuple[tuple, list[int]] | None = None
+    for start in pool:
+        found: list[int] = []
+        gpu = start
+        while len(found) < count and gpu <= pool[-1]:
+            members = range(gpu, gpu + group)
+            if members[0] // per_node == members[-1] // per_node and free.issuperset(members):
+                found += members
+                gpu += group
+            else:
+                gpu += 1
+        if len(found) < count:
+            continue
+        busiest, away = max(load[gpu] for gpu in found), sum(gpu not in preferred for gpu in found)
+        others = sum(then[gpu] for gpu in found if gpu not in preferred)
+        rank = (busiest, sum(load[gpu] for gpu in found), others, away, start)
+        if best is None or rank < best[0]:
+            best = rank, found
+    return best[1] if best else []
+
+
+def _layout(policy: PolicyConfig) -> str:
+    parallel = policy.parallel
+    return f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+
+
+def _too_small(key: str, value: str, pool: str, pools: dict[str, range], per_node: int) -> ConfigError:
+    problem = f"does not fit into pool {pool!r} of {len(pools[pool])} GPUs on nodes of {per_node}"
+    return ConfigError(key, value, problem, "use a smaller layout, or a larger pool")

@@ -13,8 +13,9 @@ from megatron_drmas.actor.actor_process import ActorProcess
 from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
-from megatron_drmas.cluster.placement import Slot
+from megatron_drmas.cluster.placement import Placement, Slot, gpus_of
 from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess
+from megatron_drmas.cluster.schedule import Gpu, Resident, State
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import RunConfig
@@ -37,8 +38,7 @@ class PolicyRuntime:
         config: the run.
         stop_ids: token ids that end a response.
         device: cpu | cuda.
-        actors: a slot per actor rank; none for a frozen policy.
-        engines: a slot per engine.
+        placement: of every policy.
         bundles: placement group with a bundle per node; None on CPUs.
         logs: folder of the processes' log files.
         py_executable: what Ray is to start the processes of a role with, as soon as that can be said.
@@ -50,8 +50,7 @@ class PolicyRuntime:
         config: RunConfig,
         stop_ids: list[int],
         device: str,
-        actors: list[Slot],
-        engines: list[Slot],
+        placement: Placement,
         bundles: Any | None,
         logs: Path,
         py_executable: Callable[[str], Awaitable[str | None]],
@@ -63,13 +62,12 @@ class PolicyRuntime:
         self._device = device
         self._step_timeout_s = config.cluster.step_timeout_s
         self._py_executable = py_executable
-        nodes = {slot.node for slot in actors + engines}
-        shared = DEVICES[device].placed and config.cluster.colocate and bool(actors)
-        self._transport = choose_transport(
-            config.cluster.transport, Route(device, shared, self._policy.parallel.pipeline, len(nodes)), name
-        )
-        self._takes_turns = shared and DEVICES[device].sleeps
-        self._asleep = False
+        self._slots = {"actor": placement.actors[name], "engines": placement.engines[name]}
+        route = Route(device, placement.engines_on_actor(name), self._policy.parallel.pipeline, placement.nodes(name))
+        self._transport = choose_transport(config.cluster.transport, route, name)
+        own = {gpu for slots in self._slots.values() for gpu in gpus_of(slots)}
+        self._takes_turns = bool(own & placement.crowded().keys())
+        self._bytes: dict[str, list[dict[State, int]]] = {}  # role -> of each slot's devices
         self._streams: dict[RemoteProcess[Engine], EngineStream] = {}
 
         def process(kind: type, role: str, index: int, slot: Slot) -> RemoteProcess:
@@ -82,16 +80,36 @@ class PolicyRuntime:
                 bundle=None if bundles is None else (bundles, slot.node),
             )
 
-        self._actors: list[RemoteProcess[ActorProcess]] = [process(ActorProcess, "actor", *each) for each in enumerate(actors)]
-        self._engines: list[RemoteProcess[Engine]] = [process(Engine, "engine", *each) for each in enumerate(engines)]
+        self._actors: list[RemoteProcess[ActorProcess]] = [
+            process(ActorProcess, "actor", *each) for each in enumerate(self._slots["actor"])
+        ]
+        self._engines: list[RemoteProcess[Engine]] = [
+            process(Engine, "engine", *each) for each in enumerate(self._slots["engines"])
+        ]
+
+    @property
+    def initial_state(self) -> State:
+        """Of its residents when `start` has returned."""
+        return State.AWAY if self._takes_turns else State.ON_DEVICE
 
     @property
     def has_actor(self) -> bool:
         return bool(self._actors)
 
     async def start(self) -> None:
-        """Bring up every process; the actor with the model folder's weights."""
-        await together([self._start_engines(), self._start_actor()])
+        """Bring up every process; the actor with the model folder's weights.
+
+        Where GPUs are shared, engines come first and fall asleep, so that each measures a device that it has for itself, and the
+        actor goes to the host.
+        """
+        if self._takes_turns:
+            await self._start_engines()
+            await self.move_engines(State.ON_DEVICE, State.AWAY)
+            if self._actors:
+                await self._start_actor()
+                await self.move_actor(State.ON_DEVICE, State.AWAY)
+        else:
+            await together([self._start_engines(), self._start_actor()])
         if self._transport.joins and self._actors:
             timeout_s = self._config.cluster.start_timeout_s
             address = await self._actors[0].address(timeout_s)
@@ -120,7 +138,11 @@ class PolicyRuntime:
         )
         timeout_s = self._config.cluster.start_timeout_s
         await together(engine.build(timeout_s, settings) for engine in self._engines)
-        await together(engine.call(timeout_s, Engine.start) for engine in self._engines)
+        started = await together(engine.call(timeout_s, Engine.start) for engine in self._engines)
+        self._bytes["engines"] = [
+            {State.ON_DEVICE: held["weights"] + held["cache"], State.WEIGHTS: held["weights"], State.AWAY: 0}
+            for held in (each["bytes"] for each in started)
+        ]
         await together(self._connect(engine) for engine in self._engines)
 
     async def _connect(self, engine: RemoteProcess[Engine]) -> None:
@@ -164,7 +186,43 @@ class PolicyRuntime:
         await together(
             (actor.build(timeout_s, settings, rank, len(self._actors), host, port) for rank, actor in enumerate(self._actors))
         )
-        await self._on_all_ranks(timeout_s, ActorProcess.initialize, self._policy.model)
+        facts = await self._on_all_ranks(timeout_s, ActorProcess.initialize, self._policy.model)
+        self._bytes["actor"] = [
+            {State.ON_DEVICE: held["total"], State.WEIGHTS: held["parameters"], State.AWAY: 0}
+            for held in (each["bytes"] for each in facts)
+        ]
+
+    def residents(self) -> list[Resident]:
+        """What the policy holds in each state, once it has started."""
+        found = []
+        for role, slots in self._slots.items():
+            if slots:
+                held: dict[State, dict[Gpu, int]] = {state: {} for state in State}
+                for slot, states in zip(slots, self._bytes[role], strict=True):
+                    for gpu in slot.gpus:
+                        for state, size in states.items():
+                            held[state][gpu] = held[state].get(gpu, 0) + size
+                found.append(Resident(self.name, role, held))
+        return found
+
+    async def move_actor(self, before: State, state: State, keep: bool = True) -> int:
+        """Bring the actor to a state; the bytes that its fullest rank has on its device then."""
+        parameters, rest = state != State.AWAY, state == State.ON_DEVICE
+        return max(await self._on_all_ranks(self._step_timeout_s, ActorProcess.hold, parameters, rest))
+
+    async def move_engines(self, before: State, state: State, keep: bool = True) -> None:
+        """Bring all engines to a state.
+
+        Args:
+            keep: engines that leave keep their weights on the host; otherwise `sync_weights` must follow.
+        """
+        if state == State.AWAY:
+            await self._on_all_engines(Engine.sleep, keep)
+            return
+        if before == State.AWAY:
+            await self._on_all_engines(Engine.wake_weights)
+        if state == State.ON_DEVICE:
+            await self._on_all_engines(Engine.wake_cache)
 
     async def _launch(self, role: str, processes: list) -> None:
         py_executable = await self._py_executable(role)
@@ -172,13 +230,7 @@ class PolicyRuntime:
             process.launch(py_executable)
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
-        """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`.
-
-        Engines on the actor's GPUs sleep from here until the next `sync_weights`.
-        """
-        if self._takes_turns and not self._asleep:
-            await self._on_all_engines(Engine.sleep)
-            self._asleep = True
+        """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`."""
         return (await self._on_all_ranks(self._step_timeout_s, ActorProcess.update, ray.put(batch), step))[0]
 
     async def sync_weights(self, version: int, verify: bool) -> SyncStats:
@@ -203,13 +255,11 @@ class PolicyRuntime:
         ]
         methods = (Engine.begin_update, Engine.load_bucket, Engine.finish_update, Engine.weight_digests)
         engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in self._engines]
-        if self._asleep:
-            await self._on_all_engines(Engine.wake_up, "weights")
-        stats = await synchronize(senders, engines, version, timeout_s, verify)
-        if self._asleep:
-            await self._on_all_engines(Engine.wake_up, "kv_cache")
-            self._asleep = False
-        return stats
+        return await synchronize(senders, engines, version, timeout_s, verify)
+
+    async def set_version(self, version: int) -> None:
+        """Let samples report a version without an update: the engines have its weights already."""
+        await self._on_all_engines(Engine.set_version, version)
 
     async def begin_save(self, folder: Path) -> None:
         """Copy what the actor's checkpoint holds; it is written while the actor works on."""

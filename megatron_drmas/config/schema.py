@@ -74,6 +74,8 @@ class PolicyConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    actor_pool: str | None = setting("Pool that the actor trains in; null: the only one", None)
+    engine_pool: str | None = setting("Pool that the engines generate in; null: the only one", None)
     micro_batch_tokens: int | None = setting(
         "Tokens of packed sequences in one micro-batch, at most; null: as many as memory holds, up to 16,384", None, minimum=1
     )
@@ -270,12 +272,18 @@ class ClusterConfig:
         "What actors and engines run on", "auto", choices={"auto": "GPUs where gpus_per_node is not 0", "cpu": "", "cuda": ""}
     )
     nodes: int = setting("Nodes of the allocation", 1, minimum=1)
-    gpus_per_node: int = setting("GPUs of each node that the run uses", 0, minimum=0)
-    gpu_memory_gib: float | None = setting("Memory of each GPU in GiB; null: what the driver's machine reports", None, above=0)
+    gpus_per_node: int = setting(
+        "GPUs of each node that the run uses; with device=cpu as many virtual ones, whose memory is an account", 0, minimum=0
+    )
+    pools: dict[str, int] = setting(
+        "GPUs of each named pool, cut from the allocation in this order; empty: one pool of all", dict
+    )
+    gpu_memory_gib: float | None = setting(
+        "Memory of each GPU in GiB; null: what the driver's machine reports, and no limit on virtual ones", None, above=0
+    )
     transport: str = setting(
         "Of weights from actors to engines; auto: the first that serves the placement", "auto", registry="transport"
     )
-    colocate: bool = setting("Actors and engines take turns on the same GPUs", True)
     actor_threads: int | None = setting(
         "CPU threads of each actor rank; null: OMP_NUM_THREADS, or the cores shared by all ranks, which compute at the same time",
         None,

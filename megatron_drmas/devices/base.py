@@ -45,3 +45,7 @@ class Device(ABC):
     @abstractmethod
     def engine_arguments(self, engine: EngineConfig, deterministic: bool, sleep: bool) -> dict[str, Any]:
         """vLLM's `EngineArgs` that depend on the device."""
+
+    @abstractmethod
+    def cache_bytes(self, engine: EngineConfig, weights: int) -> int:
+        """What an engine takes of each of its devices to generate, beyond its weights; called in its process."""

@@ -40,3 +40,6 @@ class Cpu(Device):
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": engine.kv_cache_mib << 20,
         }
+
+    def cache_bytes(self, engine: EngineConfig, weights: int) -> int:
+        return engine.kv_cache_mib << 20

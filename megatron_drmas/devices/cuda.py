@@ -42,3 +42,8 @@ class Cuda(Device):
             "disable_custom_all_reduce": deterministic,
             "moe_backend": "triton",  # keeps experts as they are loaded, so that updates in place and digests of them are right
         }
+
+    def cache_bytes(self, engine: EngineConfig, weights: int) -> int:
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory * engine.gpu_memory_utilization) - weights

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.engine_stream import listen
 from megatron_drmas.rollout.vllm_settings import check_environment
@@ -51,7 +50,7 @@ class Engine:
         """Load the model; returns when requests can be submitted.
 
         Returns:
-            start_s, vocab_size, max_model_len, kv_cache_tokens.
+            start_s, vocab_size, max_model_len, kv_cache_tokens, bytes (see `LLMCore.bytes`).
 
         Raises:
             ValueError: the process's environment or the model folder does not suit; the message says what to change.
@@ -147,15 +146,32 @@ class Engine:
         """Forget all cached keys and values; running requests compute theirs anew."""
         await self._on_thread(lambda: self._core.reset_prefix_cache())
 
-    async def sleep(self) -> None:
-        """Give up the GPU memory of weights and KV cache.  Needs `settings.sleep`; untested here, CPUs have no sleep mode."""
-        self._check_can_sleep()
-        await self._on_thread(lambda: self._core.sleep())
+    async def sleep(self, keep_weights: bool) -> None:
+        """Give up the device's memory; requests are refused until the engine is awake.  Needs `settings.sleep`.
 
-    async def wake_up(self, tag: str) -> None:
-        """Take memory again: first "weights", then an update, since sleep loses them, and "kv_cache" last.  Untested here."""
-        self._check_can_sleep()
-        await self._on_thread(lambda: self._core.wake_up(tag))
+        Args:
+            keep_weights: keep them in host memory; otherwise they are lost, and a complete update must follow.
+
+        Raises:
+            EngineError: requests are in flight, or the engine cannot sleep.
+        """
+        await self._on_thread(lambda: self._core.sleep(keep_weights))
+
+    async def wake_weights(self) -> None:
+        """Take the memory of the weights again; an update may follow."""
+        await self._on_thread(lambda: self._core.wake_weights())
+
+    async def wake_cache(self) -> None:
+        """Take the memory of the KV cache, last, and serve again.
+
+        Raises:
+            EngineError: the weights were lost, and no update has brought them back.
+        """
+        await self._on_thread(lambda: self._core.wake_cache())
+
+    async def set_version(self, version: int) -> None:
+        """Let samples report `version`: an update that changed nothing."""
+        await self._on_thread(lambda: self._core.set_version(version))
 
     async def stats(self) -> dict:
         """Since the start: requests, errors, prompt_tokens, cached_tokens, generated_tokens, steps, step_s, update_s."""
@@ -186,15 +202,13 @@ class Engine:
 
     def _check_usable(self) -> None:
         self._check_alive()
+        if self._core.asleep:
+            raise EngineError(f"engine of policy {self.settings.name!r} is asleep")
         if self._core.incomplete is not None:
             raise EngineError(
                 f"engine of policy {self.settings.name!r} holds incomplete weights ({self._core.incomplete}); "
                 "send a complete update"
             )
-
-    def _check_can_sleep(self) -> None:
-        if not self.settings.sleep or not DEVICES[self.settings.device].sleeps:
-            raise EngineError(f"engine of policy {self.settings.name!r} cannot sleep: that takes device='cuda' and sleep=True")
 
     def _take(self) -> list[Sample]:
         samples, self._finished = self._finished, []
@@ -207,7 +221,12 @@ class Engine:
             from megatron_drmas.rollout.llm_core import LLMCore
 
             self._core = core = LLMCore(self.settings)
-            facts = {"vocab_size": core.vocab_size, "max_model_len": core.max_model_len, "kv_cache_tokens": core.kv_cache_tokens}
+            facts = {
+                "vocab_size": core.vocab_size,
+                "max_model_len": core.max_model_len,
+                "kv_cache_tokens": core.kv_cache_tokens,
+                "bytes": core.bytes,
+            }
         except BaseException as error:
             ready.set_exception(error)
             return

@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import megatron_drmas.weight_sync.extension  # noqa: F401  registers
+from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import engine_args
 from megatron_drmas.weight_sync.errors import WeightSyncError
@@ -27,12 +28,15 @@ class LLMCore:
     Attributes:
         paused: an update is on, or its weights are incomplete: `step` must not be called.
         incomplete: why the weights must not be used; None when they may.
+        asleep: the memory of the KV cache is given up, and perhaps that of the weights.
         counts: see `Engine.stats`.
     """
 
     def __init__(self, settings: EngineSettings):
         self.incomplete: str | None = None
+        self.asleep = False
         self.counts: dict[str, float] = defaultdict(int)
+        self._settings = settings
         self._manifest = Manifest.of_folder(settings.model, settings.dtype)
         self._stop_ids = list(settings.stop_ids)
         self._llm = LLMEngine.from_engine_args(engine_args(settings))
@@ -51,13 +55,20 @@ class LLMCore:
         return cache.num_gpu_blocks * cache.block_size
 
     @property
+    def bytes(self) -> dict[str, int]:
+        """On each of the engine's devices: weights, cache (and whatever else the engine takes to generate)."""
+        size = self._settings.engine
+        weights = self._manifest.bytes // size.tensor
+        return {"weights": weights, "cache": DEVICES[self._settings.device].cache_bytes(size, weights)}
+
+    @property
     def running(self) -> bool:
         """Whether any admitted request has not finished."""
         return bool(self._running)
 
     @property
     def paused(self) -> bool:
-        return self._updating or self.incomplete is not None
+        return self._updating or self.asleep or self.incomplete is not None
 
     def admit(self, requests: Iterable[Request]) -> list[Sample]:
         """Put requests into the batch, in their order.
@@ -136,8 +147,8 @@ class LLMCore:
             error = f"{len(missing)} tensors did not come: {', '.join(missing[:5])}"
             self._abort(error)
             raise WeightSyncError(error)
-        self._updating, self.incomplete, self._version = False, None, version
-        self._llm.set_weight_version(str(version))
+        self._updating, self.incomplete = False, None
+        self.set_version(version)
         self.reset_prefix_cache()
 
     def weight_digests(self) -> dict[str, str]:
@@ -148,14 +159,36 @@ class LLMCore:
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM kept blocks of the prefix cache")
 
-    def sleep(self) -> None:
-        self._llm.sleep(level=2)
+    def sleep(self, keep_weights: bool) -> None:
+        """See `Engine.sleep`.  A device without a sleep mode keeps its memory; what would be lost is not used there either."""
+        if not self._settings.sleep or self._running:
+            why = f"{len(self._running)} requests are in flight" if self._running else "it was built without sleep=True"
+            raise EngineError(f"engine of policy {self._settings.name!r} cannot sleep: {why}")
+        if DEVICES[self._settings.device].sleeps:
+            self._llm.sleep(level=1 if keep_weights else 2)
+        self.asleep = True
+        if not keep_weights:
+            self.incomplete = "lost when it fell asleep"
 
-    def wake_up(self, tag: str) -> None:
-        self._llm.wake_up(tags=[tag])
+    def wake_weights(self) -> None:
+        if DEVICES[self._settings.device].sleeps:
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if self.incomplete is not None:
+            raise EngineError(
+                f"engine of policy {self._settings.name!r} cannot wake: its weights are incomplete ({self.incomplete})"
+            )
+        if DEVICES[self._settings.device].sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        self.asleep = False
 
     def shutdown(self) -> None:
         self._llm.engine_core.shutdown()
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        self._llm.set_weight_version(str(version))
 
     def _abort(self, reason: str) -> None:
         self._updating = False

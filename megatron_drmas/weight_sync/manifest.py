@@ -1,5 +1,7 @@
 """Which tensors an update must bring: the receiving side's own list, read from the engine's model folder."""
 
+import math
+
 from checkpoints_conv.families import family_of
 from checkpoints_conv.formats.hf_folder import HfFolder, read_config
 from megatron_drmas.weight_sync.errors import WeightSyncError
@@ -28,6 +30,13 @@ class Manifest:
         tied = family_of(config).model_spec(config).tied
         shapes = HfFolder(folder).shapes
         return cls({n: s for n, s in shapes.items() if COMPUTED not in n and not (tied and n == TIED)}, dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors together."""
+        import torch
+
+        return sum(map(math.prod, self._shapes.values())) * getattr(torch, self._dtype).itemsize
 
     @property
     def started(self) -> bool:

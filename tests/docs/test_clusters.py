@@ -23,7 +23,7 @@ def test_placement(section):
     for name, policy in config.policies.items():
         slots = placement.actors[name]
         (node,) = {slot.node for slot in slots + placement.engines[name]}
-        shared = [gpu for slot in placement.engines[name] for gpu in slot.devices] == [slot.devices[0] for slot in slots]
+        shared = placement.engines_on_actor(name)
         gpus = " ".join(str(slot.devices[0]) for slot in slots)
         engine, transport = policy.engine, choose_transport("auto", Route("cuda", shared, policy.parallel.pipeline), name).name
         layout = f"tensor {policy.parallel.tensor} | node {node}: {gpus} | {engine.replicas} × tensor {engine.tensor}"
@@ -31,17 +31,15 @@ def test_placement(section):
     assert "\n".join(rows) in section
 
 
+def test_apart(section):
+    """With pools of their own for actors and engines, as the page sets them."""
+    overrides = re.search(r"```bash\n# apart\n(.+?)```", section, re.S)[1].replace("\\\n", " ").split()
+    config = compose_config("search_hetero_8xh100", [word for word in overrides if "=" in word and not word.startswith("--")])
+    placement = place(config, "cuda")
+    assert not placement.crowded()
+
+
 def test_refusal(section):
     with pytest.raises(ConfigError) as refused:
-        place(compose_config("search_hetero_8xh100", ["cluster.gpus_per_node=4"]), "cuda")
+        place(compose_config("search_hetero_8xh100", ["cluster.gpus_per_node=2"]), "cuda")
     assert re.search(r"```text\n(.+)\n```", section)[1] == str(refused.value)
-
-
-def test_apart(section):
-    """With GPUs of their own for engines."""
-    apart = ["cluster.nodes=4", "cluster.gpus_per_node=4", "cluster.colocate=false"]
-    placement = place(compose_config("search_hetero_8xh100", apart), "cuda")
-    counts = [
-        sum(len(slot.devices) for slots in found.values() for slot in slots) for found in (placement.actors, placement.engines)
-    ]
-    assert f"{counts[0]} + {counts[1]} = {sum(counts)}" in section

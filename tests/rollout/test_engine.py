@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron_drmas.config.schema import EngineConfig
-from megatron_drmas.rollout.engine_messages import EngineSettings, Sample
-from tests.engine_process import EngineProcess, prompt, request
+from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Sample
+from tests.engine_process import EngineProcess, prompt, request, said
 from tests.tiny_models import make_llama
 
 TEMPERATURE = 0.7
@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def running(folder):
     size = EngineConfig(max_model_len=256, max_num_seqs=32, kv_cache_mib=64)
-    with EngineProcess(EngineSettings("solver", folder, (2,), size)) as engine:
+    with EngineProcess(EngineSettings("solver", folder, (2,), size, sleep=True)) as engine:
         yield engine
 
 
@@ -66,7 +66,7 @@ def reference(
     model: LlamaForCausalLM, prompt_ids: list[int], sample: Sample, temperature: float, top_p: float = 1.0
 ) -> torch.Tensor:
     """Log-probs of the sampled ids under the distribution that they should have been drawn from."""
-    ids = torch.tensor([prompt_ids + sample.token_ids])
+    ids = torch.tensor([[*prompt_ids, *sample.token_ids]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
     logprobs = (logits / temperature).log_softmax(-1)
@@ -75,7 +75,7 @@ def reference(
     before[:, 0] = 0.0
     dropped = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before >= top_p)
     kept = logprobs.masked_fill(dropped, -math.inf).log_softmax(-1)
-    return kept.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    return kept.gather(-1, torch.from_numpy(sample.token_ids).long()[:, None])[:, 0]
 
 
 def assert_logprobs(model, prompt_ids, sample, temperature=TEMPERATURE, top_p=1.0) -> None:
@@ -97,8 +97,8 @@ def test_greedy_takes_the_likeliest_token(engine, folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     assert_logprobs(model, prompt(20), sample, temperature=1.0)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt(20) + sample.token_ids])).logits[0, 19:-1]
-    assert logits.argmax(-1).tolist() == sample.token_ids
+        logits = model(torch.tensor([[*prompt(20), *sample.token_ids]])).logits[0, 19:-1]
+    assert logits.argmax(-1).tolist() == sample.token_ids.tolist()
 
 
 def test_a_request_gives_the_same_alone_and_in_a_batch(engine):
@@ -107,7 +107,7 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(engine):
     for index in (0, 7, 19):
         engine.call("reset_prefix_cache")
         (alone,) = engine.generate([requests[index]])
-        assert alone.token_ids == together[index].token_ids
+        assert alone.token_ids.tolist() == together[index].token_ids.tolist()
         assert alone.logprobs == pytest.approx(together[index].logprobs, abs=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_neighboring_seeds_draw_from_the_distribution(engine, folder):
 def test_a_response_ends_at_the_stop_token_and_holds_it(engine):
     samples = engine.generate([request(i, prompt(6, i), temperature=1.5, max_tokens=100) for i in range(32)])
     ended = [sample for sample in samples if sample.finish_reason == "stop"]
-    assert ended and all(sample.token_ids.index(2) == len(sample.token_ids) - 1 for sample in ended)
+    assert ended and all(sample.token_ids.tolist().index(2) == len(sample.token_ids) - 1 for sample in ended)
     cut = [sample for sample in samples if sample.finish_reason == "length"]
     assert all(len(sample.token_ids) == 100 and 2 not in sample.token_ids for sample in cut)
 
@@ -151,7 +151,7 @@ def test_a_response_ends_at_the_stop_token_and_holds_it(engine):
 def test_a_bad_request_is_its_own_error_and_nobody_elses(engine, bad, message):
     good = request(2, prompt(5))
     failed, sample = engine.generate([bad, good])
-    assert message in failed.error and failed.finish_reason == "error" and failed.token_ids == []
+    assert message in failed.error and failed.finish_reason == "error" and not len(failed.token_ids)
     assert sample.error is None and len(sample.token_ids) == 8
 
 
@@ -200,12 +200,39 @@ def test_requests_in_flight_go_on_with_the_new_weights(engine, folder):
     assert switched
 
 
+def test_a_sleeping_engine_serves_nobody_and_keeps_the_weights_that_it_was_told_to(engine, folder):
+    asked = [request(1, prompt(30))]
+    (before,) = engine.generate(asked)
+    engine.call("sleep", True)
+    with pytest.raises(EngineError, match="is asleep"):
+        engine.call("submit", asked)
+    engine.call("wake_weights")
+    engine.call("wake_cache")
+    assert said(engine.generate(asked)) == said([before])
+    engine.call("sleep", False)
+    engine.call("wake_weights")
+    with pytest.raises(EngineError, match="cannot wake: its weights are incomplete .lost when it fell asleep"):
+        engine.call("wake_cache")
+    engine.update(hf_tensors(LlamaForCausalLM.from_pretrained(folder)), version=0)
+    with pytest.raises(EngineError, match="is asleep"):
+        engine.call("submit", asked)
+    engine.call("wake_cache")
+    assert said(engine.generate(asked)) == said([before])
+
+
+def test_an_engine_with_requests_does_not_sleep(engine):
+    engine.call("submit", [request(1, prompt(30), max_tokens=150)])
+    with pytest.raises(EngineError, match="cannot sleep: 1 requests are in flight"):
+        engine.call("sleep", True)
+    engine.collect([1])
+
+
 def test_weights_that_are_not_a_number_cost_the_sample_not_the_engine(engine, folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
     engine.update(hf_tensors(model), version=1)
     (sample,) = engine.generate([request(1, prompt(9))])
-    assert "nan" in sample.error and sample.logprobs == []
+    assert "nan" in sample.error and not len(sample.logprobs)
     engine.update(hf_tensors(LlamaForCausalLM.from_pretrained(folder)), version=2)
     assert engine.generate([request(1, prompt(9))])[0].error is None

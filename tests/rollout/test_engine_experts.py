@@ -35,6 +35,6 @@ def test_experts_are_what_was_sent_and_compute_what_transformers_does(tmp_path, 
             compare(digests, engine.call("weight_digests"), "the engine")
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt(30) + sample.token_ids])).logits[0, 29:-1]
-    expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        logits = model(torch.tensor([[*prompt(30), *sample.token_ids]])).logits[0, 29:-1]
+    expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.from_numpy(sample.token_ids).long()[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)

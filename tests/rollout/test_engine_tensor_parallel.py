@@ -25,6 +25,6 @@ def test_two_workers_hold_and_compute_what_was_sent(tmp_path, kv_heads):
         compare(sent, engine.call("weight_digests"), "the engine")
         (sample,) = engine.generate([request(1, prompt(30))])
     with torch.no_grad():
-        logits = model(torch.tensor([prompt(30) + sample.token_ids])).logits[0, 29:-1]
-    expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        logits = model(torch.tensor([[*prompt(30), *sample.token_ids]])).logits[0, 29:-1]
+    expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.from_numpy(sample.token_ids).long()[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)

@@ -20,6 +20,7 @@ class CountingCore:
     """Stands in for vLLM: a request ends after some steps; every step's batch is kept."""
 
     vocab_size, max_model_len, kv_cache_tokens = 10, 100, 1000
+    bytes, asleep = {"weights": 0, "cache": 0}, False
 
     def __init__(self, settings: EngineSettings):
         if settings.model == "broken":
@@ -255,13 +256,3 @@ def test_a_variable_that_is_read_at_import_must_be_right_beforehand(make, monkey
     monkeypatch.setenv(variable, "7")
     with pytest.raises(ValueError, match=f"{variable} is '7'"):
         make()
-
-
-def test_only_a_gpu_engine_sleeps(make):
-    async def run():
-        engine = make()
-        for call in (engine.sleep(), engine.wake_up("weights")):
-            with pytest.raises(EngineError, match="cannot sleep"):
-                await call
-
-    asyncio.run(run())
