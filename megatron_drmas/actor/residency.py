@@ -89,7 +89,7 @@ class Residency:
         for storage in self._gradients if rest else ():
             if storage._cdata in self._away:
                 self._take(storage)
-                storage.fill_(0)
+                storage.fill_(0)  # type: ignore[attr-defined]
         _synchronize()
 
     def require_whole(self, what: str) -> None:
@@ -108,7 +108,7 @@ class Residency:
             if storage.resizable():
                 storage.resize_(0)
             else:  # on a CPU, saving has moved it into shared memory: what it held is not to be used either
-                storage.fill_(0xFF)
+                storage.fill_(0xFF)  # type: ignore[attr-defined]
 
     def _take(self, storage: UntypedStorage) -> None:
         self._away.discard(storage._cdata)

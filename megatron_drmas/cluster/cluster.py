@@ -131,7 +131,7 @@ class Cluster:
         if begun:
             await self._enter(environment)
         if not self.trainable:
-            await self.pool.enter(*self.pool.schedule.phase("generate"))
+            await self.pool.enter(self.pool.schedule.generating)
         clients = {}
         for name, policy in self.policies.items():
             client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
@@ -211,7 +211,7 @@ class Cluster:
             if names:
                 await self.pool.enter(phase, idle=self._unchanged)
                 await together(self.policies[name].sync_weights(version, verify) for name in names)
-        await self.pool.enter(*self.pool.schedule.phase("generate"))
+        await self.pool.enter(self.pool.schedule.generating)
         await together(self.policies[name].set_version(version) for name in self._unchanged)
         self._unchanged = set()
 

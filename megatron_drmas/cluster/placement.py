@@ -88,6 +88,9 @@ def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
             placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if actors and policy.trainable else 0)
             placement.engines[name] = [Slot(0, ())] * policy.engine.replicas
         return placement
+    if not config.cluster.gpus_per_node:
+        problem = f"cluster.device={device} needs GPUs"
+        raise ConfigError("cluster.gpus_per_node", 0, problem, "set it to the GPUs of each node, or use cluster.device=cpu")
     per_node, pools = config.cluster.gpus_per_node, _pools(config)
     ranks, engines = Counter[int](), Counter[int]()
     for name, policy in config.policies.items():
@@ -147,7 +150,13 @@ def _pool_of(policy: str, key: str, wanted: str | None, pools: dict[str, range])
 
 
 def _take(
-    pool: range, group: int, count: int, per_node: int, load: Counter[int], then: Counter[int], preferred: Sequence[int] = ()
+    pool: Sequence[int],
+    group: int,
+    count: int,
+    per_node: int,
+    load: Counter[int],
+    then: Counter[int],
+    preferred: Sequence[int] = (),
 ) -> list[int]:
     """`count` GPUs of a pool, in groups that lie within a node: those with the least `load`, then the least `then`.
 

@@ -83,6 +83,12 @@ class Schedule:
         return [phase for phase in self.phases if phase.name == name]
 
     @property
+    def generating(self) -> Phase:
+        """The one phase in which the team generates."""
+        (found,) = self.phase("generate")
+        return found
+
+    @property
     def takes_turns(self) -> bool:
         """Whether anybody is ever away."""
         return any(state != State.ON_DEVICE for phase in self.phases for state in phase.states.values())
@@ -105,7 +111,9 @@ class Schedule:
 
     def check(self, what: str, policies: Iterable[str], states: Mapping[str, State]) -> None:
         """Raises PoolOverflow if residents in these states hold more of a GPU than the limit."""
-        for gpu, size in self.held(states).items() if self.limit is not None else ():
+        if self.limit is None:
+            return
+        for gpu, size in self.held(states).items():
             if size > self.limit:
                 parts = {each.name: each.bytes[states[each.name]].get(gpu, 0) for each in self.residents.values()}
                 sums = " + ".join(f"{part / 2**30:.2f} ({name})" for name, part in parts.items() if part)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_drmas.actor.residency import NotResident
-from tests.actor.ranks import make_settings, make_tree_batch
+from tests.actor.ranks import make_settings, make_tree_batch, save
 from tests.actor.test_actor_resume import states_of, train, weights_of
 
 
@@ -12,7 +12,7 @@ def train_with_round_trips(actor, trips, folder):
     reports = []
     for seed in range(3):
         if seed == 2:
-            actor.save(folder)
+            save(actor, folder)
         if trips:
             actor.residency.hold(False, False)
             assert actor.residency.on_device == 0

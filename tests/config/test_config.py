@@ -170,7 +170,7 @@ def test_a_third_choice_is_no_verdict():
         ("policies.llama.optimizer.min_lr=1", "policies.llama.optimizer.min_lr", "1"),
         ("policies.llama.optimizer.beta2=1", "policies.llama.optimizer.beta2", "1"),
         ("rollout.timeout_s=0", "rollout.timeout_s", "0"),
-        ("cluster.gpus_per_node=2", "cluster.gpus_per_node", "need 2 (qwen2) + 2 (llama) = 4 GPUs"),
+        ("cluster.gpus_per_node=1", "policies.qwen2.parallel", "tensor 2 x pipeline 1 x data 1"),
         ("cluster.gpus_per_node=64", "cluster.gpus_per_node", "torch sees"),
         ("cluster.device=cuda", "cluster.gpus_per_node", "0"),
         ("precision=fp9", "precision", "fp9"),

@@ -139,7 +139,7 @@ def test_options_are_the_declared_ones_with_their_defaults(given_options):
 @pytest.mark.parametrize(
     "options, key, said",
     [
-        ({"shar": 1.0}, "team.workflow.options.shar", "did you mean share?"),
+        ({"shar": 1.0}, "team.workflow.options.shar", "did you mean team.workflow.options.share?"),
         ({"zzz": 1.0}, "team.workflow.options.zzz", "its options: share, rounds, strict"),
         ({"rounds": 1.5}, "team.workflow.options.rounds", "use int"),
         ({"share": "much"}, "team.workflow.options.share", "use float"),
