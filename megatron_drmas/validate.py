@@ -31,7 +31,7 @@ from megatron_drmas.team.parsing import PARSERS
 from megatron_drmas.team.prompts import compile_prompt, prompt_variables
 from megatron_drmas.team.workflow import WORKFLOWS
 from megatron_drmas.validate_templates import check_templates
-from megatron_drmas.weight_sync.transport import Route, choose_transport
+from megatron_drmas.weight_sync.transport import choose_transport
 
 
 def validate(config: RunConfig, files: bool = True, machine: bool = True) -> list[str]:
@@ -68,8 +68,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     device = resolve_device(config)
     placement = place(config, device)
     for name, policy in config.policies.items():
-        route = Route(device, placement.engines_on_actor(name), policy.parallel.pipeline, placement.nodes(name))
-        choose_transport(config.cluster.transport, route, name)
+        choose_transport(config.cluster.transport, placement.route(name, policy, device), name)
     if machine:
         check_ray(config.cluster.nodes if device == "cuda" else 1, object_store_bytes(config))
     warnings = []

@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import megatron_drmas.environments  # noqa: F401  registers, as every command does
+
 # The same examples on every run; a slow machine is no failure.
 settings.register_profile("drmas", deadline=None, derandomize=True)
 settings.load_profile("drmas")

@@ -63,7 +63,7 @@ class ActorProcess:
         self._actor.export_hf(path)
 
     def join_transfer_group(self, info: dict) -> None:
-        """Join the engines' group, while they initialize their end of the transport; called on rank 0."""
+        """Join the engines' group, while they initialize their end of the transport; called on the rank that sends of a stage."""
         self._transport.join(info)
 
     def begin_send(self, dtype: str, verify: bool) -> None:

@@ -12,7 +12,7 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.hf_folder import read_config
 from megatron_drmas.cluster.memory import GIB, ActorShape, Bytes, Packed, checkpoint_bytes, context_bytes, update_bytes
-from megatron_drmas.cluster.placement import resolve_device
+from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.ray_start import OBJECT_STORE_BYTES
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
@@ -43,7 +43,7 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
     """
     cores, device = usable_cores(), DEVICES[resolve_device(config)]
     actors = sum(policy.parallel.world_size for policy in config.policies.values() if policy.trainable)
-    engines = sum(policy.engine.replicas for policy in config.policies.values())
+    engines = sum(map(len, place(config, resolve_device(config)).engines.values()))
     asked = asked_threads()
 
     def threads(processes: int) -> int:

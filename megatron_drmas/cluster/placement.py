@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.config.schema import PolicyConfig, RunConfig
+from megatron_drmas.config.schema import ParallelConfig, PolicyConfig, RunConfig
 from megatron_drmas.devices import DEVICES
+from megatron_drmas.weight_sync.transport import Route
 
 WHOLE = "all"  # the pool where none is named
 
@@ -40,10 +41,17 @@ class Placement:
         """Over how many nodes a policy's processes lie."""
         return len({slot.node for slot in self.actors[policy] + self.engines[policy]})
 
-    def engines_on_actor(self, policy: str) -> bool:
-        """Whether every GPU of a policy's engines has a rank of its actor."""
-        engines = gpus_of(self.engines[policy])
-        return bool(engines) and set(engines) <= set(gpus_of(self.actors[policy]))
+    def route(self, name: str, policy: PolicyConfig, device: str) -> Route:
+        """Between which processes a policy's weights travel."""
+        engines, actor = set(gpus_of(self.engines[name])), self.actors[name]
+        sending = {gpu for rank in sending_ranks(policy.parallel) for gpu in gpus_of(actor[rank : rank + 1])}
+        return Route(
+            device,
+            shared=bool(engines) and engines <= set(gpus_of(actor)),
+            pipeline=policy.parallel.pipeline,
+            nodes=self.nodes(name),
+            meets=bool(engines & sending),
+        )
 
     def crowded(self) -> dict[tuple[int, int], list[str]]:
         """The GPUs that several residents share, the actor and the engines of a policy being one each: GPU -> their policies."""
@@ -53,6 +61,11 @@ class Placement:
                 for gpu in dict.fromkeys(gpus_of(slots)):
                     residents.setdefault(gpu, []).append(policy)
         return {gpu: policies for gpu, policies in sorted(residents.items()) if len(policies) > 1}
+
+
+def sending_ranks(parallel: ParallelConfig) -> list[int]:
+    """Of each pipeline stage the rank that sends its weights: tensor rank 0 of data rank 0, in Megatron's order."""
+    return [stage * parallel.tensor * parallel.data for stage in range(parallel.pipeline)]
 
 
 def gpus_of(slots: Iterable[Slot]) -> list[tuple[int, int]]:
@@ -86,7 +99,7 @@ def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
     if not DEVICES[device].placed and not config.cluster.gpus_per_node:
         for name, policy in config.policies.items():
             placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if actors and policy.trainable else 0)
-            placement.engines[name] = [Slot(0, ())] * policy.engine.replicas
+            placement.engines[name] = [Slot(0, ())] * (policy.engine.replicas or 1)
         return placement
     if not config.cluster.gpus_per_node:
         problem = f"cluster.device={device} needs GPUs"
@@ -106,11 +119,10 @@ def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
         pool = _pool_of(name, "engine_pool", policy.engine_pool, pools)
         own = [slot.node * per_node + slot.devices[0] for slot in placement.actors[name]]
         size, placement.engines[name] = policy.engine.tensor, []
-        if policy.engine.replicas * size > len(pools[pool]):
-            raise _too_small(
-                f"policies.{name}.engine.replicas", f"{policy.engine.replicas} of tensor {size}", pool, pools, per_node
-            )
-        for _ in range(policy.engine.replicas):
+        replicas = policy.engine.replicas or _fitting(pools[pool], size, per_node) or 1
+        if replicas * size > len(pools[pool]):
+            raise _too_small(f"policies.{name}.engine.replicas", f"{replicas} of tensor {size}", pool, pools, per_node)
+        for _ in range(replicas):
             taken = {number * per_node + gpu for number, gpu in gpus_of(placement.engines[name])}
             gpus = _take([gpu for gpu in pools[pool] if gpu not in taken], size, size, per_node, engines, ranks, own)
             if not gpus:
@@ -186,6 +198,11 @@ def _take(
         if best is None or rank < best[0]:
             best = rank, found
     return best[1] if best else []
+
+
+def _fitting(pool: range, size: int, per_node: int) -> int:
+    """How many groups of GPUs a pool holds, each within a node."""
+    return sum(count // size for count in Counter(gpu // per_node for gpu in pool).values())
 
 
 def _layout(policy: PolicyConfig) -> str:

@@ -13,7 +13,7 @@ from megatron_drmas.actor.actor_process import ActorProcess
 from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
-from megatron_drmas.cluster.placement import Placement, Slot, gpus_of
+from megatron_drmas.cluster.placement import Placement, Slot, gpus_of, sending_ranks
 from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess
 from megatron_drmas.cluster.schedule import Gpu, Resident, State
 from megatron_drmas.concurrency import together
@@ -24,7 +24,7 @@ from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings
 from megatron_drmas.rollout.engine_stream import TOKEN_BYTES, EngineStream
 from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
-from megatron_drmas.weight_sync.transport import Route, choose_transport
+from megatron_drmas.weight_sync.transport import choose_transport
 
 SAVE_POLL_S = 0.1  # between two questions whether an actor's files are written; it answers between its calls
 LOST_TIMEOUT_S = 10.0  # to learn what happened to an engine
@@ -63,7 +63,7 @@ class PolicyRuntime:
         self._step_timeout_s = config.cluster.step_timeout_s
         self._py_executable = py_executable
         self._slots = {"actor": placement.actors[name], "engines": placement.engines[name]}
-        route = Route(device, placement.engines_on_actor(name), self._policy.parallel.pipeline, placement.nodes(name))
+        route = placement.route(name, self._policy, device)
         self._transport = choose_transport(config.cluster.transport, route, name)
         own = {gpu for slots in self._slots.values() for gpu in gpus_of(slots)}
         self._takes_turns = bool(own & placement.crowded().keys())
@@ -112,12 +112,14 @@ class PolicyRuntime:
             await together([self._start_engines(), self._start_actor()])
         if self._transport.joins and self._actors:
             timeout_s = self._config.cluster.start_timeout_s
-            address = await self._actors[0].address(timeout_s)
-            infos = self._transport.engine_init_infos(*address, len(self._engines), self._policy.engine.tensor)
+            senders = [self._actors[rank] for rank in sending_ranks(self._policy.parallel)]
+            addresses = await together(sender.address(timeout_s) for sender in senders)
+            groups = addresses, len(self._engines), self._policy.engine.tensor
+            of_senders, of_engines = self._transport.sender_init_infos(*groups), self._transport.engine_init_infos(*groups)
             await together(
                 [
-                    self._actors[0].call(timeout_s, ActorProcess.join_transfer_group, infos[0]),
-                    *(engine.call(timeout_s, Engine.init_transfer, info) for engine, info in zip(self._engines, infos)),
+                    *(each.call(timeout_s, ActorProcess.join_transfer_group, info) for each, info in zip(senders, of_senders)),
+                    *(each.call(timeout_s, Engine.init_transfer, info) for each, info in zip(self._engines, of_engines)),
                 ]
             )
 

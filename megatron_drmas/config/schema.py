@@ -54,7 +54,7 @@ class OptimizerConfig:
 class EngineConfig:
     """vLLM engines of one policy."""
 
-    replicas: int = setting("Engines of the policy", 1, minimum=1)
+    replicas: int | None = setting("Engines of the policy; null: as many as its pool of GPUs holds", 1, minimum=1)
     tensor: int = setting("Tensor-parallel workers of each engine", 1, minimum=1)
     max_model_len: int = setting("Longest prompt with its response, in tokens", 2048, minimum=1)
     max_num_seqs: int = setting("Requests that an engine computes at once", 256, minimum=1)

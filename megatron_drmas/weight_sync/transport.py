@@ -5,7 +5,7 @@ A transport has two ends.  The actor's is a `Transport`; the engine's is the bac
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,9 @@ class Route:
 
     Attributes:
         device: cpu | cuda.
-        shared: the engines are on the actor's own GPUs.
+        shared: the engines are on the actor's own GPUs, all of them.
         pipeline: the actor's pipeline stages.
+        meets: an engine is on the GPU of a rank that sends.
         nodes: over which actor and engines lie.
     """
 
@@ -30,6 +31,7 @@ class Route:
     shared: bool
     pipeline: int
     nodes: int = 1
+    meets: bool = False
 
 
 class Transport(ABC):
@@ -38,7 +40,7 @@ class Transport(ABC):
     Class attributes:
         name: under which it is registered, on both sides.
         every_rank_publishes: each rank has something for some engine; otherwise one rank of every pipeline stage sends.
-        joins: the sender and the engines form a group of their own before the first update.
+        joins: the senders and the engines form groups of their own before the first update.
     """
 
     name: str
@@ -59,18 +61,23 @@ class Transport(ABC):
         return None
 
     @classmethod
-    def engine_init_infos(cls, address: str, port: int, engines: int, tensor: int) -> list[dict]:
+    def engine_init_infos(cls, addresses: Sequence[tuple[str, int]], engines: int, tensor: int) -> list[dict]:
         """What each engine's back end is initialized with.
 
         Args:
-            address, port: free on the machine of the actor's first rank.
+            addresses: of each pipeline stage's sender: its machine, and a port that is free there.
             engines: replicas.
             tensor: workers of each.
         """
         return [{} for _ in range(engines)]
 
+    @classmethod
+    def sender_init_infos(cls, addresses: Sequence[tuple[str, int]], engines: int, tensor: int) -> list[dict]:
+        """What each stage's sender joins with; the arguments are those of `engine_init_infos`.  Only where `joins`."""
+        raise NotImplementedError
+
     def join(self, info: dict) -> None:
-        """Join the transfer group, on the actor's first rank, while the engines initialize theirs; only where `joins`."""
+        """Join the transfer group, in the process of a stage's sender, while the engines join; only where `joins`."""
         raise NotImplementedError
 
     @abstractmethod

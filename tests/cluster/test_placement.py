@@ -10,6 +10,7 @@ from megatron_drmas.cluster.placement import gpus_of, place
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.config.schema import ClusterConfig, EngineConfig, ParallelConfig, PolicyConfig, RunConfig
+from megatron_drmas.weight_sync.transport import TRANSPORTS, choose_transport
 
 
 def run_config(policies, gpus, nodes=1, pools=None):
@@ -41,10 +42,11 @@ def test_colocated_engines_share_their_actors_gpus_of():
 
 
 def test_three_policies_share_the_gpus_of_one():
-    placement = place(run_config({name: policy(tensor=4, data=2, engine=2, replicas=4) for name in "abc"}, 8), "cuda")
+    team = {name: policy(tensor=4, data=2, engine=2, replicas=4) for name in "abc"}
+    placement = place(run_config(team, 8), "cuda")
     for name in "abc":
         assert gpus_of(placement.actors[name]) == gpus_of(placement.engines[name]) == [(0, gpu) for gpu in range(8)]
-        assert placement.engines_on_actor(name)
+        assert placement.route(name, team[name], "cuda").shared
     assert all(policies == ["a", "b", "c"] * 2 for policies in placement.crowded().values())
 
 
@@ -53,7 +55,37 @@ def test_pools_for_actors_and_for_engines_are_disjoint():
     placement = place(run_config(team, 8, pools={"train": 4, "serve": 4}), "cuda")
     assert {gpu for slots in placement.actors.values() for _, gpu in gpus_of(slots)} == {0, 1, 2, 3}
     assert {gpu for slots in placement.engines.values() for _, gpu in gpus_of(slots)} == {4, 5, 6, 7}
-    assert not placement.engines_on_actor("a")
+
+
+@pytest.mark.parametrize(
+    "layout, pools, chosen",
+    [
+        ({"tensor": 2, "data": 2, "engine": 2, "replicas": 2}, None, "ipc"),
+        ({"tensor": 4, "engine": 1, "replicas": 4}, None, "ipc"),
+        ({"tensor": 2, "engine": 2, "replicas": None}, {"train": 2, "serve": 6}, "nccl"),
+        ({"tensor": 2, "pipeline": 2, "engine": 2, "replicas": None}, {"train": 4, "serve": 4}, "nccl_stages"),
+        ({"pipeline": 4, "engine": 4}, None, "shm"),
+        ({"tensor": 2, "engine": 4}, None, "shm"),
+    ],
+)
+def test_the_transport_follows_from_the_placement(layout, pools, chosen):
+    one = policy(**layout, pools=("train", "serve") if pools else (None, None))
+    placement = place(run_config({"a": one}, sum(pools.values()) if pools else 4, pools=pools), "cuda")
+    assert choose_transport("auto", placement.route("a", one, "cuda"), "a") is TRANSPORTS[chosen]
+
+
+def test_stages_that_share_gpus_with_engines_on_several_nodes_are_refused_with_each_transports_reason():
+    one = policy(tensor=4, pipeline=2, engine=4, replicas=2)
+    route = place(run_config({"a": one}, 4, nodes=2), "cuda").route("a", one, "cuda")
+    with pytest.raises(ConfigError, match="one pipeline stage only; nccl: NCCL has no two ranks.*shm: .* several nodes"):
+        choose_transport("auto", route, "a")
+
+
+@pytest.mark.parametrize("size, replicas", [(1, 6), (2, 3), (3, 2), (4, 1)])
+def test_engines_fill_their_pool(size, replicas):
+    team = {"a": policy(engine=size, replicas=None, pools=("train", "serve"))}
+    placement = place(run_config(team, 8, pools={"train": 2, "serve": 6}), "cuda")
+    assert len(placement.engines["a"]) == replicas and len(set(gpus_of(placement.engines["a"]))) == size * replicas
 
 
 def test_engines_of_a_frozen_policy_go_where_the_least_is():

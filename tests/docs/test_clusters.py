@@ -7,7 +7,7 @@ import pytest
 from megatron_drmas.cluster.placement import place
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.load import compose_config
-from megatron_drmas.weight_sync.transport import Route, choose_transport
+from megatron_drmas.weight_sync.transport import choose_transport
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,8 @@ def test_placement(section):
     for name, policy in config.policies.items():
         slots = placement.actors[name]
         (node,) = {slot.node for slot in slots + placement.engines[name]}
-        shared = placement.engines_on_actor(name)
         gpus = " ".join(str(slot.devices[0]) for slot in slots)
-        engine, transport = policy.engine, choose_transport("auto", Route("cuda", shared, policy.parallel.pipeline), name).name
+        engine, transport = policy.engine, choose_transport("auto", placement.route(name, policy, "cuda"), name).name
         layout = f"tensor {policy.parallel.tensor} | node {node}: {gpus} | {engine.replicas} × tensor {engine.tensor}"
         rows.append(f"| `{name}` | {layout} | {transport} |")
     assert "\n".join(rows) in section

@@ -59,10 +59,10 @@ def nccl_messages() -> tuple[dict, list, list]:
         sent.append((tensor.tolist(), src))
 
     ranks = [
-        NCCLWeightTransferInitInfo(**info) for info in NcclTransport.engine_init_infos("10.0.0.1", 29500, engines=2, tensor=4)
+        NCCLWeightTransferInitInfo(**info) for info in NcclTransport.engine_init_infos([("10.0.0.1", 29500)], engines=2, tensor=4)
     ]
     with mock.patch("torch.cuda.current_stream"):
-        sender = NcclSender(SimpleNamespace(broadcast=broadcast), iter(TENSORS), 10**6)
+        sender = NcclSender(SimpleNamespace(broadcast=broadcast), {}, iter(TENSORS), 10**6)
         info = NCCLWeightTransferUpdateInfo(**sender.next_bucket())
     return vars(info), sent, [(rank.rank_offset, rank.world_size, rank.packed) for rank in ranks]
 
@@ -72,3 +72,57 @@ def test_nccl_broadcasts_the_tensors_in_the_order_of_their_names(elsewhere):
     assert info["names"] == ["a", "b"] and info["dtype_names"] == ["float32"] * 2
     assert sent == [(tensor.tolist(), 0) for _, tensor in TENSORS]
     assert ranks == [(1, 9, False), (5, 9, False)]
+
+
+def stage_messages() -> tuple[list, list, list]:
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+
+    from megatron_drmas.weight_sync import nccl_stages
+    from megatron_drmas.weight_sync.nccl_sender import NcclStagesTransport
+
+    addresses = [("10.0.0.1", 29500), ("10.0.0.2", 29501)]
+    joined: list[tuple] = []
+    received: list[tuple] = []
+
+    class Group:
+        def __init__(self, info: NCCLWeightTransferInitInfo, worker: int):
+            self.name = (info.master_address, info.master_port)
+            joined.append((*self.name, info.rank_offset + worker, info.world_size))
+
+        def broadcast(self, tensor: torch.Tensor, src: int, stream: object) -> None:
+            received.append((self.name, list(tensor.shape), src))
+
+        def destroy(self) -> None:
+            joined.append(("left", *self.name))
+
+    senders = []
+    for info in NcclStagesTransport.sender_init_infos(addresses, engines=2, tensor=2):
+        transport = NcclStagesTransport()
+        with mock.patch("vllm.distributed.weight_transfer.nccl_common.trainer_init", lambda info: Group.__new__(Group)):
+            transport.join(info)
+        transport._communicator.broadcast = lambda tensor, src, stream: None
+        senders.append(transport)
+    buckets = []
+    with mock.patch("torch.cuda.current_stream"):
+        for transport, tensor in zip(senders, TENSORS):
+            buckets.append(transport.sender([tensor], 10**6, None, True, False).next_bucket())
+        for index, info in enumerate(NcclStagesTransport.engine_init_infos(addresses, engines=2, tensor=2)):
+            for worker in range(2):
+                engine = nccl_stages.NcclStagesEngine.__new__(nccl_stages.NcclStagesEngine)
+                engine.parallel_config, engine.device, engine.packed = worker, torch.device("cpu"), False
+                engine.model = SimpleNamespace(load_weights=lambda weights: None)
+                with mock.patch.object(nccl_stages, "worker_init_process_group", Group):
+                    engine.init_transfer_engine(engine.parse_init_info(info))
+                if (index, worker) == (1, 1):
+                    for bucket in reversed(buckets):
+                        engine.receive_weights(engine.parse_update_info(bucket))
+                    engine.shutdown()
+    return joined, received, [bucket["names"] for bucket in buckets]
+
+
+def test_every_stage_has_a_group_and_its_buckets_travel_in_it(elsewhere):
+    joined, received, names = elsewhere(stage_messages)
+    first, second = ("10.0.0.1", 29500), ("10.0.0.2", 29501)
+    assert joined[:8] == [(*stage, rank, 5) for rank in (1, 2, 3, 4) for stage in (first, second)]
+    assert names == [["a"], ["b"]] and received == [(second, [4], 0), (first, [3, 2], 0)]
+    assert joined[8:] == [("left", *second), ("left", *first)]
