@@ -70,7 +70,7 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     for name, policy in config.policies.items():
         choose_transport(config.cluster.transport, placement.route(name, policy, device), name)
     if machine:
-        check_ray(config.cluster.nodes if device == "cuda" else 1, object_store_bytes(config))
+        check_ray(config.cluster.nodes, object_store_bytes(config))
     warnings = []
     if files:
         # That the GPUs suffice was never seen here, only that they are missed.

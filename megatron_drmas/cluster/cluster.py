@@ -256,16 +256,17 @@ class Cluster:
 
 
 async def _reserve(config: RunConfig, device: str) -> Any | None:
-    """A placement group with one bundle per node; None on CPUs.  Untested here for want of a GPU."""
-    if not DEVICES[device].placed:
+    """A placement group with one bundle per node; None on the CPUs of one node.  Untested here with GPUs."""
+    nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node if DEVICES[device].placed else 0
+    if nodes == 1 and not gpus:
         return None
-    bundle = {"GPU": config.cluster.gpus_per_node, "CPU": 1}
-    group = ray.util.placement_group([bundle] * config.cluster.nodes, strategy="STRICT_SPREAD")
+    group = ray.util.placement_group([{"CPU": 1, "GPU": gpus}] * nodes, strategy="STRICT_SPREAD")
     try:
         await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.cluster.start_timeout_s)
     except TimeoutError as error:
+        seen = "; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see" if gpus else ""
         raise ProcessFailure(
-            f"Ray has not found {config.cluster.nodes} nodes with cluster.gpus_per_node={config.cluster.gpus_per_node} free GPUs "
-            f"each in {config.cluster.start_timeout_s:g} s; it counts those that CUDA_VISIBLE_DEVICES lets each node's Ray see"
+            f"Ray has not found cluster.nodes={nodes} nodes with a free CPU and {gpus} free GPUs each in "
+            f"{config.cluster.start_timeout_s:g} s{seen}"
         ) from error
     return group

@@ -2,7 +2,8 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from checkpoints_conv.families import family_of
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.hf_folder import read_config
 from megatron_drmas.cluster.memory import GIB, ActorShape, Bytes, Packed, checkpoint_bytes, context_bytes, update_bytes
-from megatron_drmas.cluster.placement import place, resolve_device
+from megatron_drmas.cluster.placement import Slot, place, resolve_device
 from megatron_drmas.cluster.ray_start import OBJECT_STORE_BYTES
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.schema import PolicyConfig, RunConfig
@@ -42,8 +43,8 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
         ConfigError: OMP_NUM_THREADS is no number.
     """
     cores, device = usable_cores(), DEVICES[resolve_device(config)]
-    actors = sum(policy.parallel.world_size for policy in config.policies.values() if policy.trainable)
-    engines = sum(map(len, place(config, resolve_device(config)).engines.values()))
+    placement = place(config, resolve_device(config))
+    actors, engines = _on_fullest_node(placement.actors.values()), _on_fullest_node(placement.engines.values())
     asked = asked_threads()
 
     def threads(processes: int) -> int:
@@ -183,6 +184,11 @@ def object_store_bytes(config: RunConfig) -> int:
     longest = max(map(config.longest_row, config.policies))
     wanted = 2 * rows * longest * TOKEN_BYTES
     return max(OBJECT_STORE_BYTES, min(wanted, usable_memory() // STORE_SHARE)) >> 20 << 20
+
+
+def _on_fullest_node(slots: Iterable[Sequence[Slot]]) -> int:
+    """How many processes the node has that has most of them."""
+    return max(Counter(slot.node for of_policy in slots for slot in of_policy).values(), default=0)
 
 
 def asked_threads() -> int | None:

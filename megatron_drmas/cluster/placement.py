@@ -97,6 +97,10 @@ def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
     """
     placement = Placement()
     if not DEVICES[device].placed and not config.cluster.gpus_per_node:
+        if config.cluster.nodes > 1:
+            problem = "on CPUs every process is on one node, unless virtual GPUs place them"
+            remedy = "use one node, or say how many a node has: cluster.device=cpu cluster.gpus_per_node=2"
+            raise ConfigError("cluster.nodes", config.cluster.nodes, problem, remedy)
         for name, policy in config.policies.items():
             placement.actors[name] = [Slot(0, ())] * (policy.parallel.world_size if actors and policy.trainable else 0)
             placement.engines[name] = [Slot(0, ())] * (policy.engine.replicas or 1)

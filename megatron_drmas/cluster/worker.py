@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray
+
 from megatron_drmas.config.plugins import import_plugins_of_process
+
+SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Worker:
@@ -34,12 +39,13 @@ class Worker:
         if devices is not None:
             environment = environment | {"CUDA_VISIBLE_DEVICES": visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))}
         os.environ.update(environment)
+        for name in SOCKET_INTERFACES:
+            if name not in os.environ and (interface := interface_of(ray.util.get_node_ip_address())):
+                os.environ[name] = interface  # by host name, Gloo and NCCL may find a loopback
         self._object: Any = None
 
     def address(self) -> tuple[str, int]:
         """An address of this machine and a port that is free on it."""
-        import ray
-
         with socket.socket() as listener:
             listener.bind(("", 0))
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
@@ -68,6 +74,14 @@ class AsyncWorker(Worker):
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface with an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
 
 
 def visible_devices(positions: str, allowed: str | None) -> str:

@@ -1,75 +1,20 @@
 """slurm/search_hetero.sh on a one-machine Slurm: the script a cluster user submits, unchanged."""
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.slurm.lab import SMALL, slurm_lab
+
 pytestmark = pytest.mark.slurm
-
-SMALL = (
-    "steps=2",
-    "questions_per_step=4",
-    "group_size=2",
-    "data.eval_limit=8",
-    "evaluation.greedy=false",
-    "checkpoint.export=false",
-)
-
-
-class Lab:
-    """A running one-machine Slurm."""
-
-    def __init__(self, repository: Path, environment: dict[str, str]):
-        self.repository = repository
-        self.environment = environment
-
-    def __call__(self, *command: str, cwd: Path | None = None, timeout: float = 30) -> str:
-        done = subprocess.run(
-            command, cwd=cwd or self.repository, env=self.environment, capture_output=True, text=True, timeout=timeout
-        )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
-
-    def submit(self, log: Path, *overrides: str) -> str:
-        return self("sbatch", "--parsable", f"--output={log}", "slurm/search_hetero.sh", *overrides)
-
-    def job(self, number: str) -> dict[str, str]:
-        return dict(field.partition("=")[::2] for field in self("scontrol", "show", "job", number).split())
-
-    def wait(self, number: str, *states: str, seconds: float) -> dict[str, str]:
-        """The job's fields once it is in one of `states`, or in whatever state it is when the time is up."""
-        deadline = time.monotonic() + seconds
-        while (job := self.job(number))["JobState"] not in states and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return job
 
 
 @pytest.fixture(scope="module")
 def slurm(repository):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = Path(tempfile.mkdtemp(prefix="slurm_lab_"))  # pytest's folders are private, and munged wants its socket reachable
-    root.chmod(0o755)
-    environment = os.environ | {
-        "SLURM_LAB_ROOT": str(root),
-        "SLURM_CONF": str(root / "etc/slurm.conf"),
-        "SLURM_BASE_PORT": str(port),
-    }
-    lab = Lab(repository, environment)
-    try:
-        lab("bash", "tests/slurm_lab/start_slurm.sh", timeout=60)
+    with slurm_lab(repository) as lab:
         yield lab
-    finally:
-        subprocess.run(["bash", "tests/slurm_lab/stop_slurm.sh"], cwd=repository, env=environment, timeout=60, check=True)
-        shutil.rmtree(root)
 
 
 def test_slurm_accepts_the_script_as_it_is(slurm):
