@@ -130,7 +130,7 @@ class Checkpoints:
         return partial
 
     def commit(self, step: int, state: dict[str, Any]) -> None:
-        """Rename the folder that `begin` gave, in which the policies stand, into its place.
+        """Rename the folder that `begin` gave, which holds the policies, into its place.
 
         Args:
             step: training steps done.
@@ -203,7 +203,7 @@ class Checkpoints:
 
 
 def changed(old: dict[str, Any], new: dict[str, Any]) -> Changes:
-    """The settings, by dotted key, in which two configurations differ; None stands for a key that one of them lacks."""
+    """The settings, by dotted key, in which two configurations differ; None means that one of them lacks the key."""
     ours, theirs = _flat(json.loads(json.dumps(new))), _flat(old)
     keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     return {key: (theirs.get(key), ours.get(key)) for key in keys if not key.startswith(NO_SETTING)}

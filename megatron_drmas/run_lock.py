@@ -20,7 +20,7 @@ from typing import Any
 from megatron_drmas.config.errors import ConfigError
 
 BEAT_S = 0.5  # between two touches
-WATCH_S = 3.0  # without a touch: whoever held it is gone
+WATCH_S = 3.0  # without a touch: its owner is gone
 
 
 class RunLockLost(RuntimeError):

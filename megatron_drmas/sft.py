@@ -180,8 +180,8 @@ def tokenize(dialogues: list[Dialogue], config: SftConfig) -> list[TokenizedDial
         examples.append(TokenizedDialogue(turns, weight))
     if spelled:
         (line, name), more = spelled[0], len({line for line, _ in spelled}) - 1
-        told = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
-        logger.warning(told, config.data, line, more, name)
+        message = "%s: line %d and %d more let the assistant say control tokens such as %s; it learns to spell them"
+        logger.warning(message, config.data, line, more, name)
     return examples
 
 

@@ -88,7 +88,7 @@ def load_chat(prefix: str, policy: PolicyConfig) -> ChatTokenizer:
 
 def rehearse(team: Team, tools: dict[str, Tool]) -> dict[str, list[list[dict[str, str]]]]:
     """The messages of every call that a workflow makes: with agents who take their first choice, with agents who take their
-    last, with agents who take their last at first, and with agents nobody understands.
+    last, with agents who take their last at first, and with agents whose outputs cannot be parsed.
 
     Args:
         tools: of the environment, by name.

@@ -6,7 +6,7 @@
 #
 # On one node ray_start starts nothing: a driver that finds no RAY_ADDRESS starts Ray itself, on loopback, and ends it.
 # On several, the head runs on the first node (where the batch script runs) and each node's Ray in a job step of its own,
-# so that Slurm ends it with the job whatever happens.  The repository with its .venv must lie on a file system that all
+# so that Slurm ends it with the job whatever happens.  The repository with its .venv must be on a file system that all
 # nodes share.
 
 RAY_START_TIMEOUT_S=${RAY_START_TIMEOUT_S:-180}

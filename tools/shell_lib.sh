@@ -18,7 +18,7 @@ run_group() {
     # shellcheck disable=SC2064
     trap "early=$signal" $signal # there is no command yet to pass it on to
   done
-  # a shell starts background commands deaf to INT, and they could not change that themselves
+  # a shell starts background commands with INT ignored, and they could not change that themselves
   env --default-signal=INT,QUIT "$mark=1" setsid setpriv --pdeathsig TERM "$@" &
   leader=$!
   # shellcheck disable=SC2064  # the leader's number is meant to be fixed here

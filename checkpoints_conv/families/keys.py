@@ -102,7 +102,7 @@ NEUTRAL: dict[str, tuple] = {
 def check_unread_keys(
     config: dict, architecture: str, read: Iterable[str], neutral: Mapping[str, tuple], defaults: Mapping[str, Any]
 ) -> None:
-    """Refuse keys that would change the computation, and name those that nobody knows.
+    """Refuse keys that would change the computation, and name unknown ones.
 
     Args:
         config: the contents of config.json.

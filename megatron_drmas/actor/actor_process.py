@@ -1,6 +1,6 @@
 """What the driver calls in an actor's process: a rank of the policy's Megatron side that can also send its weights.
 
-This module imports neither torch nor Megatron, so that a process can be told what to build before its variables are set.
+This module imports neither torch nor Megatron, so that a process can receive what to build before its variables are set.
 """
 
 from typing import TYPE_CHECKING

@@ -28,7 +28,7 @@ class BackgroundSave:
     """A checkpoint that a thread of this process writes while training goes on; constructed on every rank at once.
 
     The constructor copies to the host what this rank writes, as large as this rank's share of the files; the copy is freed
-    when it is on the disk.  The files stand in a folder beside `path` until `finish` renames it; an existing checkpoint there
+    when it is on the disk.  The files are in a folder beside `path` until `finish` renames it; an existing checkpoint there
     is replaced.  The folder must be on storage that all ranks share.
 
     The plan, the files and their metadata are Megatron-Core's.  Its own callers of an `AsyncRequest` are not used: they fork,

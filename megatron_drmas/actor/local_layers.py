@@ -71,7 +71,7 @@ class PackedAttention(MegatronModule):
 class ChosenTokensLayer(TransformerLayer):
     """A last layer whose MLP runs only for the tokens that are predicted from (`PackedSequences.chosen`).
 
-    Nothing attends to a last layer's output, so what it would be at a prompt's tokens matters to nobody.  Prompts are
+    Nothing attends to a last layer's output, so what it would be at a prompt's tokens does not matter.  Prompts are
     most of the tokens: this saves most of one layer's MLP, a third of all arithmetic in a model of two layers.
     """
 

@@ -10,7 +10,7 @@ from megatron_drmas.config.algorithm import LossConfig
 
 
 class TrustRegions:
-    """The regions by the agents who speak in a batch: with algorithm.sequential, by the one whose turn it is."""
+    """The regions by the agents that are called in a batch: with algorithm.sequential, by the one whose turn it is."""
 
     def __init__(self, loss: LossConfig):
         self._loss = loss

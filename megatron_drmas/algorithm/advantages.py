@@ -32,7 +32,7 @@ def compute_advantages(batch: TurnBatch, config: AlgorithmConfig) -> Tensor:
 
     `batch` must hold all rows of the team on its questions, trainable or not: statistics are of what was sampled, and
     do not depend on which agents share a policy, on the order of the rows, or on how rows are split later.
-    A run's columns lie on the driver's CPU; columns on CUDA take the fused kernel where it covers the settings.
+    A run's columns are on the driver's CPU; columns on CUDA take the fused kernel where it covers the settings.
 
     Raises:
         ConfigError: an unknown estimator or choice.

@@ -64,7 +64,7 @@ def cell_index(batch: TurnBatch, config: AdvantageConfig, scope: str, *within: T
 def sample_statistics(
     scores: Tensor, magnitude: Tensor, cell: Tensor, cells: int, trajectory: Tensor, weighting: str
 ) -> tuple[Tensor, CellStatistics]:
-    """The score that stands for each row in its cell, [R], and the statistics of the cells' samples.
+    """The score that represents each row in its cell, [R], and the statistics of the cells' samples.
 
     step: its own; every row is a sample.  trajectory: the mean over its trajectory's rows in the cell; every trajectory that
     has any is one sample.

@@ -41,8 +41,8 @@ def measure_update(batch: TurnBatch, sampled: Tensor, current: Tensor, config: L
     Returns:
         message_kl; message_kl_bound, the mean over messages of w - 1 - log w with w the message's ratio, an estimate of
         the same KL that is never negative, for the certificate; and surrogate, the sum over messages of
-        min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included in which this agent did
-        not speak, that is the certificate's L in units of the normalized advantage, less what clipping may hide.  A ratio is
+        min(w A, clip(w) A) - A.  Divided by the trajectories of the whole batch, those included that do not call this agent,
+        that is the certificate's L in units of the normalized advantage, less what clipping may hide.  A ratio is
         held at e^MAX_LOG_RATIO, its logarithm is not.
     """
     rows = len(batch)
@@ -119,7 +119,7 @@ def certify(metrics: dict[str, dict], batch: TurnBatch) -> dict[str, dict]:
     """What the actors report of a stage; the trust region's figures become those of the agent that the update was for.
 
     Such an agent gets grad_norm and grad_norm_max, message_kl, message_kl_bound and beta, surrogate_gain (the mean over all
-    trajectories of the batch, those included in which the agent did not speak) and certificate (see `certificate`).
+    trajectories of the batch, those included in which the agent was not called) and certificate (see `certificate`).
     Its policy gets the certificate too.
 
     Args:

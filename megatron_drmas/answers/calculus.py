@@ -15,7 +15,7 @@ _MISREAD = re.compile(r"\d\s+\d|\d\s*_|\\circ|\\text|\d[eE]|'|,|=.*=|\\pm|\\mp|[
 
 
 def read_calculus(text: str) -> Expression:
-    """The exact value of a cleaned text in which one of `CALCULUS` stands.
+    """The exact value of a cleaned text that contains one of `CALCULUS`.
 
     Raises:
         Unreadable: it has none, or the parser would misread it.

@@ -4,7 +4,7 @@ Numbers are equal if they are exactly equal: no rounding, no tolerance, so 0.333
 Expressions are equal if sympy proves their difference to be zero; two that merely agree in every digit looked at are not.
 
 - A percentage equals its value (`50\%` is 0.5) and, as in the MATH data set's own grading, the number before the sign
-  (`50\%` is 50), on whichever side the sign stands.
+  (`50\%` is 50), on whichever side the sign is.
 - A unit, a currency and a degree sign may be missing on one side.  Two measures that are both known must agree (5 cm is not 5 m,
   and nothing is converted); what is counted (`12\text{ apples}`) does not matter.
 - `1011_2` equals the same digits in the same base, and nothing else.

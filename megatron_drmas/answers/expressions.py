@@ -173,7 +173,7 @@ class _Parser:
         return Symbol(f"{value.name}'", real=True)
 
     def script(self) -> Expression:
-        """What stands after `^`: a group, or a number, symbol or command with its arguments, with or without a sign."""
+        """What follows `^`: a group, or a number, symbol or command with its arguments, with or without a sign."""
         if self.peek() in ("-", "+"):
             sign = -1 if self.take() == "-" else 1
             return _scaled(sign, self.script())
@@ -260,7 +260,7 @@ class _Parser:
         raise Unreadable(f"{text or 'the end'} where a number or a symbol should be")
 
     def command(self) -> Expression:
-        """What a LaTeX command stands for, its arguments taken."""
+        """What a LaTeX command denotes, its arguments taken."""
         name = self.peek()[1:]
         if name == "frac":
             self.take()

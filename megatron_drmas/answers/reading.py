@@ -66,7 +66,7 @@ class RealSet:
 
 @dataclass(frozen=True)
 class Relation:
-    """`left` operator `right`; an equation's left side is a `name` if nothing but the thing asked for can stand there."""
+    """`left` operator `right`; an equation's left side is a `name` if nothing but the thing asked for can be there."""
 
     operator: str  # = | < | \\le | \\ne
     left: "Answer"
@@ -191,7 +191,7 @@ def _quantity(text: str) -> Answer:
 
 
 def _phrase(text: str) -> Words:
-    """What cannot be read otherwise; without its case if nothing but words and numbers stands in it (`June 20`)."""
+    """What cannot be read otherwise; without its case if it holds nothing but words and numbers (`June 20`)."""
     phrase = re.fullmatch(r"[\w\s.,:'-]*", text) and re.search(r"[A-Za-z]{3}", text)
     return Words(canonical(text.lower() if phrase else text))
 
@@ -256,7 +256,7 @@ def _set_operation(text: str) -> Answer | None:
 
 
 def as_set(answer: Answer) -> sympy.Set | None:
-    """The set of real numbers that an answer may stand for; None if it stands for none."""
+    """The set of real numbers that an answer may denote; None if it denotes none."""
     if isinstance(answer, RealSet):
         return answer.value
     if not isinstance(answer, Several):

@@ -1,4 +1,4 @@
-r"""What stands after a number and is not part of its value: `5\text{ cm}`, `12 inches`, `\$10`, `3\text{ hours}`."""
+r"""What follows a number and is not part of its value: `5\text{ cm}`, `12 inches`, `\$10`, `3\text{ hours}`."""
 
 import re
 from typing import NamedTuple

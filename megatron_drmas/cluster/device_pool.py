@@ -43,7 +43,7 @@ class DevicePool:
         return self._states
 
     def summary(self) -> str:
-        """The fullest device's peak against what it would hold were nobody ever away."""
+        """The fullest device's peak against what it would hold if all residents stayed on it."""
         everything = self.schedule.everything()
         gpu = max(self.peak, key=self.peak.__getitem__)
         peak, all_of_it = self.peak[gpu], everything[gpu]

@@ -51,7 +51,7 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # deaf to a terminal's Ctrl-C, as Ray's processes are
+                start_new_session=True,  # out of reach of a terminal's Ctrl-C, as Ray's processes are
             )
         return self
 

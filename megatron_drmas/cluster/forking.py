@@ -61,7 +61,7 @@ class Server:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{path}.new")
         self._listener.listen()
-        os.rename(f"{path}.new", path)  # only now: whoever finds it is answered
+        os.rename(f"{path}.new", path)  # only now: a client that finds it is answered
 
     def run(self) -> dict[str, Any] | None:
         """Returns a request, in the process that has been forked for it; None in the server, at the end."""
@@ -155,7 +155,7 @@ def preload(modules: list[str]) -> None:
         RuntimeError: it has started threads.
     """
     # Ray reads its worker's variables when it is imported, so that each worker must do it; what asks for it here (vLLM, for an
-    # executor that engines do not use) is told that it is not there.
+    # executor that engines do not use) learns that it is not there.
     sys.modules["ray"] = None  # type: ignore[assignment]
     for module in modules:
         importlib.import_module(module)

@@ -136,7 +136,7 @@ def fit_actors(
             else:
                 needed = sum(actors[name].all_bytes(choice[name]) for name in names)
             if limit is None or needed <= limit:
-                break  # where nothing fits, the last stands: a layout that is too large is for `plan` to refuse
+                break  # where nothing fits, the last is taken: a layout that is too large is for `plan` to refuse
         policies = policies | choice
         words = dict.fromkeys(
             f"up to {policy.micro_batch_tokens} tokens, activations {'computed again' if policy.recompute else 'kept'}"

@@ -38,7 +38,7 @@ class Placement:
     engines: dict[str, list[Slot]] = field(default_factory=dict)
 
     def nodes(self, policy: str) -> int:
-        """Over how many nodes a policy's processes lie."""
+        """Number of nodes that hold a policy's processes."""
         return len({slot.node for slot in self.actors[policy] + self.engines[policy]})
 
     def route(self, name: str, policy: PolicyConfig, device: str) -> Route:
@@ -83,7 +83,7 @@ def resolve_device(config: RunConfig) -> str:
 def place(config: RunConfig, device: str, actors: bool = True) -> Placement:
     """Lay the policies over the pools.
 
-    Ranks are placed in Megatron's order (tensor fastest), and a tensor-parallel group lies within a node.  A policy's
+    Ranks are placed in Megatron's order (tensor fastest), and a tensor-parallel group is within a node.  A policy's
     engines go to the GPUs of its own actor where those are in the engines' pool and no busier than others.
 
     Args:
@@ -174,7 +174,7 @@ def _take(
     then: Counter[int],
     preferred: Sequence[int] = (),
 ) -> list[int]:
-    """`count` GPUs of a pool, in groups that lie within a node: those with the least `load`, then the least `then`.
+    """`count` GPUs of a pool, in groups within a node: those with the least `load`, then the least `then`.
 
     Args:
         preferred: win among equals, before the first GPUs of the pool do.

@@ -106,7 +106,7 @@ class Schedule:
         return found
 
     def everything(self) -> dict[Gpu, int]:
-        """Bytes on each GPU were nobody ever away."""
+        """Bytes on each GPU if all residents stayed on it."""
         return self.held(dict.fromkeys(self.residents, State.ON_DEVICE))
 
     def check(self, what: str, policies: Iterable[str], states: Mapping[str, State]) -> None:

@@ -1,6 +1,6 @@
 """A polite end: the step in progress is finished and saved before the run stops.
 
-A terminal's Ctrl-C reaches every process of its foreground group.  The run's own processes are deaf to it: Ray blocks SIGINT
+A terminal's Ctrl-C reaches every process of its foreground group.  The run's own processes do not receive it: Ray blocks SIGINT
 in all that it starts, and the environment's services have sessions of their own.
 """
 
@@ -50,7 +50,7 @@ class StopRequest:
         """From here on there is work that can be finished and saved.
 
         Args:
-            say: told what the first signal sets off; None: from here on there is none.
+            say: receives what the first signal sets off; None: there is none from then on.
         """
         self._say = say
 

@@ -19,7 +19,7 @@ def typed_options(key: str, owner: str, declared: type, given: dict[str, Any]) -
     """`given` as an instance of the dataclass `declared`.
 
     Args:
-        key: where they stand in the configuration, such as team.workflow.options.
+        key: their place in the configuration, such as team.workflow.options.
         owner: whose they are, for errors, such as "workflow 'voting'".
 
     Raises:

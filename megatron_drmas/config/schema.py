@@ -136,7 +136,7 @@ class PrecisionConfig:
 
 @dataclass
 class AgentConfig:
-    """A role: the policy that speaks for it, its prompt, and the tag its output must carry."""
+    """A role: the policy that serves it, its prompt, and the tag its output must carry."""
 
     policy: str = setting("The policy that generates the agent's turns")
     role: str | None = setting("What the workflow calls it by; null: its own name", None)
@@ -151,7 +151,7 @@ class AgentConfig:
 
 @dataclass
 class WorkflowConfig:
-    """Who speaks when."""
+    """Which agent is called when."""
 
     name: str = setting("The order of the agents' turns", registry="workflow")
     max_turns: int = setting("Rounds that the workflow makes at most; see its docstring", 4, minimum=1)
@@ -162,7 +162,7 @@ class WorkflowConfig:
 
 @dataclass
 class TeamConfig:
-    """Who plays which role, and who speaks when."""
+    """Which agent plays which role, and which is called when."""
 
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     agents: dict[str, AgentConfig] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class HealthConfig:
         20,
         minimum=1,
     )
-    least_calls: int = setting("An agent that a step has fewer calls of is not judged by itself", 8, minimum=1)
+    min_calls: int = setting("An agent with fewer calls in a step is not judged by itself", 8, minimum=1)
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Setting:
     registry: str | None = None
 
     def objection(self, value: Any) -> tuple[str, str] | None:
-        """(problem, remedy) of a value, or None if it may stand; the registries are not looked at."""
+        """(problem, remedy) of a value, or None if it is allowed; the registries are not looked at."""
         if value is None:
             return None
         if self.choices and value not in self.choices:

@@ -40,7 +40,7 @@ def restrict(memory_mib: int) -> None:
             raise PermissionError(f"a grading worker may not do {event}")
 
     sys.addaudithook(deny)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # parsers write there; nobody reads it
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # parsers write there, to no purpose
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""The dialects of `POST /retrieve` that retrieval servers speak, and their answers.
+"""The dialects of `POST /retrieve` that retrieval servers understand, and their answers.
 
     {"queries": [str, …] or "query": str, "topk": int, "return_scores": bool}
     -> {"result": [[passage, …] for each query]}, or {"result": [passage, …]} to one query
 
-A passage is a string, or an object that holds its text as "contents", "content", "text" or "page_content"; it may lie in
+A passage is a string, or an object that holds its text as "contents", "content", "text" or "page_content"; it may be in
 another's "document", next to a "score".
 """
 

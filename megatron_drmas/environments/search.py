@@ -260,7 +260,7 @@ class SearchEnvironment(Environment):
 
     @tool("supports", timeout_s=None)
     async def _supports(self, passages: list[str], question: Question) -> bool:
-        """Whether an accepted answer stands in any of the passages."""
+        """Whether any of the passages contains an accepted answer."""
         return self.supports(question, passages)
 
     def supports(self, question: Question, passages: list[str]) -> bool:

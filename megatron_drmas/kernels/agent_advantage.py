@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_drmas.kernels.segments import dense_index, expand_rows, row_blocks
 
-# Samples that lie this share of their magnitude apart, or less, are equal.  A score is a float32 sum of at most six terms,
+# Samples that differ by this share of their magnitude, or less, are equal.  A score is a float32 sum of at most six terms,
 # each a rounded weight times a rounded reward: such a sum is off by 8 x 2^-24 of its magnitude at most, two of them by 2^-20.
 ROUNDING = 2.0**-20
 SCOPES = {"mean": ("group", "agent"), "std": ("group", "agent", "none")}
@@ -121,7 +121,7 @@ def normalize(
     """Row advantages (s - mean) / (std + epsilon), float32 [R]; without `std`, s - mean.  0 where a cell has no spread.
 
     Args:
-        scores: [R], what stands for each row in its mean cell.
+        scores: [R], what represents each row in its mean cell.
         mean_cell, std_cell: int64 [R], each row's cell in `mean` and in `std`.
     """
     advantages = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
@@ -149,7 +149,7 @@ def agent_advantages(
 ) -> Tensor:
     """Token-level advantages, every call being one sample (step weighting).
 
-    Tensors may be strided views; all lie on one device.
+    Tensors may be strided views; all are on one device.
 
     Args:
         scores: [R], any floating type, finite.

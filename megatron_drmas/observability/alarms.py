@@ -1,4 +1,4 @@
-"""Early warning: metrics that run away, named with their policy and agents; and episodes, in which an alarm is told once."""
+"""Early warning: metrics that run away, named with their policy and agents; and episodes, in which an alarm is reported once."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -91,7 +91,7 @@ class Watch:
     """Holds each step's metrics against the limits in the table of metrics and the steps before.
 
     Args:
-        agents_of: policy -> the agents that it speaks for, to name them in an alarm.
+        agents_of: policy -> the agents that it serves, to name them in an alarm.
         causes: metric -> what in the configuration may explain its alarm.
     """
 

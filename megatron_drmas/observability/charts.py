@@ -32,7 +32,7 @@ def line_chart(
         series: the lines; empty ones are left out.
         log: logarithmic axis; values that are not positive are left out.
         bounds: minimum range of the axis; wider where values go beyond.
-        bins: what stands for many steps in one bin: "mean" or "max".
+        bins: what represents many steps in one bin: "mean" or "max".
     """
     lines = [Series(line.name, line.color, _binned(_drawable(line.points, log), bins)) for line in series]
     lines = [line for line in lines if line.points]

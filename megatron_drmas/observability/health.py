@@ -98,7 +98,7 @@ def refusal(trajectories: Sequence[Trajectory], config: HealthConfig, when: str)
     Args:
         when: begins the message, such as "step 3".
     """
-    for who, count in _over(count_masked(trajectories), config.masked.stop, config.least_calls):
+    for who, count in _over(count_masked(trajectories), config.masked.stop, config.min_calls):
         failed = [trajectory for trajectory in trajectories if trajectory.failure not in (None, NO_SIGNAL)]
         causes = count_causes(failed)
         worst = max(causes, key=causes.__getitem__)
@@ -176,7 +176,7 @@ class HealthRule:
             yield _alarm(NOTHING_LEARNABLE, "team", 1.0, 1.0, f"step {step}: {nothing}")
         for kind, what in HEALTH.items():
             limits: ShareConfig = getattr(self._config, kind)
-            over = list(_over(counts[kind], limits.warn, self._config.least_calls))
+            over = list(_over(counts[kind], limits.warn, self._config.min_calls))
             if not over or (kind == "zero_advantage" and nothing):
                 continue
             agents = ", ".join(f"{who} {n} of {of}" for who, (n, of) in over if who)
@@ -201,19 +201,19 @@ class HealthRule:
             yield NOTHING_LEARNABLE, None, nothing
         for kind in (kind for kind in HEALTH if kind != "masked"):
             stop = getattr(self._config, kind).stop
-            for who, count in _over(counts[kind], stop, self._config.least_calls):
+            for who, count in _over(counts[kind], stop, self._config.min_calls):
                 problem = f"{_whose(who)}{count[0]} of {count[1]} {HEALTH[kind]}, and health.{kind}.stop is {stop:g}"
                 yield kind, who, f"{problem}; {REMEDIES[kind]}"
 
 
-def _over(counts: dict[str, Any], limit: float | None, least_calls: int) -> Iterator[tuple[str | None, Count]]:
+def _over(counts: dict[str, Any], limit: float | None, min_calls: int) -> Iterator[tuple[str | None, Count]]:
     """Who is at the limit or above: None for the whole step, then agents."""
     if limit is None:
         return
     if counts["team"][1] and share(counts["team"]) >= limit:
         yield None, counts["team"]
     for agent, count in sorted(counts["agents"].items()):
-        if count[1] >= least_calls and share(count) >= limit:
+        if count[1] >= min_calls and share(count) >= limit:
             yield agent, count
 
 

@@ -14,7 +14,7 @@ def tree_bytes(pid: int) -> int:
 
     Each process counts with its proportional set size (PSS): a page that several processes share is split among
     them, so that it counts once in the sum.  Where the system does not tell (another user's process, no Linux), the
-    resident set size stands in, which counts shared pages fully.  Shared memory that no process of the tree has
+    resident set size is used instead, which counts shared pages fully.  Shared memory that no process of the tree has
     mapped, and processes started outside the tree, are not counted.
     """
     try:

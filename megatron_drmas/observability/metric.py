@@ -23,7 +23,7 @@ class Reduction(StrEnum):
 class Limit:
     """What a healthy metric of an agent or a policy keeps to.  A value that is not finite always alarms.
 
-    The running median tells a jump.  A slow drift takes the running median with it, so it is told by the start.
+    The running median shows a jump.  A slow drift takes the running median with it, so it is measured from the start.
     """
 
     most: float | None = None  # absolute
@@ -41,7 +41,7 @@ class Chart:
     hint: str = ""  # beside the title; the unit where it is empty
     log: bool = False
     bounds: tuple[float, float] | None = None  # least range of the axis
-    bins: str = "mean"  # what stands for many steps in one bin
+    bins: str = "mean"  # what represents many steps in one bin
     minus: float = 0.0  # taken from the value
     front: bool = True  # False: under "more metrics", if it changes
 

@@ -63,7 +63,7 @@ METRICS: tuple[Metric, ...] = (
         "Outputs that the agent's parser refused", SHARE_OF_CALLS),
     Metric("agent/{agent}/truncated_rate", "Responses cut off", "share of calls", CALL_SHARE,
         "Responses that reached their limit of tokens", SHARE_OF_CALLS),
-    Metric("agent/{agent}/masked_rate", "Masked", "share of the trajectories it speaks in", TRAJECTORY_SHARE,
+    Metric("agent/{agent}/masked_rate", "Masked", "share of the trajectories that call it", TRAJECTORY_SHARE,
         "Trajectories cut short by a failure that is not the team's", SHARE_OF_CALLS),
     Metric("agent/{agent}/zero_advantage_rate", "Without an advantage", "share of the rows that learn", CALL_SHARE,
         "Rows whose advantage is 0", SHARE_OF_CALLS),

@@ -16,7 +16,7 @@ from megatron_drmas.observability.health import in_short
 from megatron_drmas.observability.metrics import FIGURES
 from megatron_drmas.observability.records import name_questions
 
-PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when nobody watches a terminal
+PLAIN_EVERY_S = 30.0  # at most one line of routine news in this time when there is no terminal
 STEPS_FOR_ETA = 10
 
 
@@ -125,7 +125,7 @@ def decimals(value: float | None) -> str:
 
 
 def closing_lines(summary: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """What a finished run says last: what was learned, and where things lie.
+    """What a finished run says last: what was learned, and where things are.
 
     Args:
         summary: as in summary.json.

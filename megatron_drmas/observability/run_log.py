@@ -305,7 +305,7 @@ class RunLog:
             if self._tensorboard is not None:
                 self._tensorboard.close()
         self._report()
-        if status != "interrupted":  # whoever stopped it knows
+        if status != "interrupted":  # the one who stopped it knows
             with self.contained("the closing lines"):
                 for text in closing_summary(self._run_dir, self._summary.as_dict()):
                     self.note(text)
@@ -346,7 +346,7 @@ def _remove(path: Path) -> None:
 
 
 def closing_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """What a run says at its end: what was learned, and where things lie.
+    """What a run says at its end: what was learned, and where things are.
 
     Args:
         run_dir: the run's folder.
@@ -372,7 +372,7 @@ def finished_summary(run_dir: Path, steps: int) -> dict[str, Any] | None:
 
 
 def agents_by_policy(config: dict[str, Any]) -> dict[str, list[str]]:
-    """Policy -> the agents that it speaks for, from a run's configuration."""
+    """Policy -> the agents that it serves, from a run's configuration."""
     found: dict[str, list[str]] = {}
     for agent, settings in config.get("team", {}).get("agents", {}).items():
         found.setdefault(settings["policy"], []).append(agent)

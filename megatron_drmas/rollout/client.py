@@ -122,7 +122,7 @@ class PolicyClient:
             for sample in samples:
                 self.generated_tokens += len(sample.token_ids)
                 asked = self._in_flight[index].pop(sample.key)
-                if not asked.done():  # whoever asked may have been cancelled
+                if not asked.done():  # the caller may have been cancelled
                     asked.set_result(sample)
             heard = now() if samples else heard
             if not self._in_flight[index]:

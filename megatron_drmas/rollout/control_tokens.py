@@ -1,6 +1,6 @@
 """A tokenizer's control tokens, and how a text that spells one stays text.
 
-A tokenizer turns the string of an added token into its id wherever it stands, so a question or a tool's result with
+A tokenizer turns the string of an added token into its id wherever it occurs, so a question or a tool's result with
 `<|im_end|>` would end a turn that the chat template has only begun.  Here contents are *masked* while the template is
 rendered, which leaves the template's own control tokens as the only ones; those are then encoded as aliases that no
 content holds, by a copy of the tokenizer that knows no other name for them.
@@ -96,7 +96,7 @@ class ControlTokens:
         parts, end = [], 0
         for id, (start, stop) in zip(encoding.ids, encoding.offsets):
             name = self._names.get(id)
-            if name is not None and name in text[start:stop]:  # or it is the unknown token, and stands for a character
+            if name is not None and name in text[start:stop]:  # or it is the unknown token, and replaces a character
                 start += text[start:stop].index(name)  # white space that the token takes in stays with its neighbors
                 parts += [mask.lift(text[end:start]), self._aliases[name]]
                 end = start + len(name)
@@ -141,10 +141,10 @@ class ControlTokens:
 
 
 class Mask:
-    """What stands for what in a masked text.
+    """What replaces what in a masked text.
 
     Args:
-        characters: by the private-use characters that stand for them.
+        characters: by the private-use characters that replace them.
         doubtful: the text may hold a control token although nothing is masked.
     """
 

@@ -101,7 +101,7 @@ class Engine:
         """Serve requests and samples over one connection (`engine_stream`) as well.
 
         Args:
-            token: that whoever connects has to know.
+            token: that a client has to know.
 
         Returns:
             The port.

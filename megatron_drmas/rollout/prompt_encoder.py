@@ -53,7 +53,7 @@ class PromptEncoder:
                 asked, self._asked = self._asked, []
                 try:
                     encoded = await asyncio.to_thread(self._tokenizer.encode_prompts, [prompt for prompt, _ in asked])
-                except Exception as error:  # whoever asked gets it
+                except Exception as error:  # the caller gets it
                     for prompt, found in asked:
                         self._known.pop(prompt.text, None)
                         found.set_exception(error)

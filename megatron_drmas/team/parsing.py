@@ -76,7 +76,7 @@ def parse_text(text: str, agent: AgentConfig) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""The content of the last box in `text`: `\boxed{…}` or, as the MATH data set also writes, `\fbox{…}` or `\boxed …`.
 
-    Spaces may stand before the brace, braces are balanced, and escaped ones (`\{`) are text.  Without a brace the content ends
+    Spaces may precede the brace, braces are balanced, and escaped ones (`\{`) are text.  Without a brace the content ends
     at a space or a dollar sign.  None if there is no box, or if the last one is not closed or is empty.
     """
     boxes = list(BOX.finditer(text))
@@ -102,7 +102,7 @@ def after_reasoning(text: str, prompt_end: str = "") -> str | None:
         prompt_end: the end of its prompt.  Some chat templates open the reasoning there, and a response then only closes it.
 
     Returns:
-        None if the reasoning is not finished: what stands in it is not an answer yet.
+        None if the reasoning is not finished: what it holds is not an answer yet.
     """
     _, closed, answer = text.rpartition(THINK_CLOSED)
     opened = prompt_end.rstrip().endswith(THINK_OPEN)

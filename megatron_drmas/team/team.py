@@ -11,7 +11,7 @@ from megatron_drmas.team.workflow import WORKFLOWS, Workflow
 
 @dataclass(frozen=True)
 class Agent:
-    """A role: a prompt, a parser, and the policy that speaks for it."""
+    """A role: a prompt, a parser, and the policy that serves it."""
 
     name: str
     config: AgentConfig

@@ -20,7 +20,7 @@ class Context(Protocol):
     use_turn_rewards: bool
 
     async def call(self, role: str, **variables: Any) -> Turn:
-        """Let the agent that has a role speak.
+        """Call the agent that has a role.
 
         The agent's prompt template is rendered with `variables`.  If the prompt is longer than allowed, entries are
         taken from the front of the list `variables["history"]` until it fits.
@@ -55,7 +55,7 @@ class Context(Protocol):
 
 
 class Workflow:
-    """Who speaks when.  One instance serves all trajectories, so it keeps no state of its own.
+    """Which agent is called when.  One instance serves all trajectories, so it keeps no state of its own.
 
     Class attributes:
         Options: a dataclass with a typed default for each setting of `team.workflow.options`; its `__post_init__` may refuse

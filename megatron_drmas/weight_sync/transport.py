@@ -24,7 +24,7 @@ class Route:
         shared: the engines are on the actor's own GPUs, all of them.
         pipeline: the actor's pipeline stages.
         meets: an engine is on the GPU of a rank that sends.
-        nodes: over which actor and engines lie.
+        nodes: number of nodes that hold the actor and the engines.
     """
 
     device: str

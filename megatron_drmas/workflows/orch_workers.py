@@ -9,18 +9,18 @@ from megatron_drmas.team.workflow import Context, Workflow, register_workflow
 
 @register_workflow("orch_workers")
 class OrchWorkersWorkflow(Workflow):
-    """The Orchestrator proposes strategies, a Worker solves by each of the first `width`, the Synthesiser answers.
+    """The Orchestrator proposes strategies, a Worker solves by each of the first `width`, the Synthesizer answers.
 
     Template variables of all: `question` (str); the Orchestrator's `width` (int), a Worker's `strategy` (str), the
-    Synthesiser's `solutions` (list of str, the Workers' outputs in the strategies' order).
+    Synthesizer's `solutions` (list of str, the Workers' outputs in the strategies' order).
 
     A plan without a well-formed strategy gives no answer.  By itself a Worker's solution earns its grade, as does the
-    Synthesiser's, and a plan the mean of its Workers' grades.
+    Synthesizer's, and a plan the mean of its Workers' grades.
     """
 
-    agents = {"orchestrator": ("question", "width"), "worker": ("question", "strategy"), "synthesiser": ("question", "solutions")}
+    agents = {"orchestrator": ("question", "width"), "worker": ("question", "strategy"), "synthesizer": ("question", "solutions")}
     parsers = {"orchestrator": "tags"}
-    answering = ("worker", "synthesiser")
+    answering = ("worker", "synthesizer")
 
     async def run(self, context: Context, question: Question) -> Outcome:
         """One plan, its solutions and their synthesis; the outcome's `info` holds the number of strategies followed.
@@ -36,7 +36,7 @@ class OrchWorkersWorkflow(Workflow):
             context.call("worker", question=question.text, strategy=strategy) for strategy in strategies
         )
         answer = await context.call(
-            "synthesiser", question=question.text, solutions=[solution.text.strip() for solution in solutions]
+            "synthesizer", question=question.text, solutions=[solution.text.strip() for solution in solutions]
         )
         if context.use_turn_rewards:
             for solution in solutions:

@@ -83,7 +83,7 @@ class SearchWorkflow(Workflow):
 class SearchFollowUpWorkflow(SearchWorkflow):
     """`SearchWorkflow` with a fourth role: every query after the first is the Follow-up agent's.
 
-    A question that one query answers has no need of it, and a hasty Verifier never lets it speak: a role that is rare
+    A question that one query answers has no need of it, and a hasty Verifier never lets it be called: a role that is rare
     by design, for comparing normalizations.
     """
 
@@ -110,7 +110,7 @@ class GatedOptions:
 
 @register_workflow("search_gated")
 class SearchGatedWorkflow(Workflow):
-    """Search at most `max_turns` times; only where a passage with the answer was found does the Answer agent speak.
+    """Search at most `max_turns` times; only where a passage with the answer was found is the Answer agent called.
 
     Template variables: those of `SearchWorkflow`.
 

@@ -90,7 +90,7 @@ def test_the_math_recipes_take_other_teams(recipe, team):
         ("math_eval_opt", "generator"),
         ("math_voting", "voter"),
         ("math_orch_workers", "worker"),
-        ("math_orch_workers", "synthesiser"),
+        ("math_orch_workers", "synthesizer"),
     ],
 )
 def test_an_answering_agent_gives_one_answer(team, agent):

@@ -63,7 +63,7 @@ def test_counts_are_sums_over_agents_and_do_not_depend_on_the_order(trajectories
 
 @given(TRAJECTORIES, st.floats(0.01, 1.0))
 def test_a_step_is_refused_exactly_when_too_many_are_masked(trajectories, stop):
-    problem = refusal(trajectories, HealthConfig(masked=ShareConfig(None, stop), least_calls=1000), "step 7")
+    problem = refusal(trajectories, HealthConfig(masked=ShareConfig(None, stop), min_calls=1000), "step 7")
     failed = sum(each.failure not in (None, NO_SIGNAL) for each in trajectories)
     assert (problem is not None) == (bool(trajectories) and failed / len(trajectories) >= stop)
     assert refusal(trajectories, HealthConfig(masked=ShareConfig(None, None)), "step 7") is None

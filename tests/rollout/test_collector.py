@@ -269,7 +269,7 @@ PLANNERS = Team.from_config(
         {
             "orchestrator": AgentConfig(policy="v", prompt="plan {{ question }}", parser="tags", tag="strategy"),
             "worker": AgentConfig(policy="s", prompt="{{ strategy }} {{ question }}", parser="text"),
-            "synthesiser": AgentConfig(policy="v", prompt="{{ solutions | join }}", tag="answer"),
+            "synthesizer": AgentConfig(policy="v", prompt="{{ solutions | join }}", tag="answer"),
         },
     )
 )

@@ -213,9 +213,9 @@ def test_there_is_nothing_to_pick_among_malformed_candidates():
 @pytest.mark.parametrize("strategies, workers", [(["a"], 1), (["a", "b", "c"], 3), (["a", "b", "c", "d"], 3)])
 def test_a_worker_solves_by_each_strategy(strategies, workers):
     script, outcome = run(
-        "orch_workers", {"orchestrator": [json.dumps(strategies)], "worker": ["w"] * workers, "synthesiser": ["x"]}
+        "orch_workers", {"orchestrator": [json.dumps(strategies)], "worker": ["w"] * workers, "synthesizer": ["x"]}
     )
-    assert script.calls == ["orchestrator"] + ["worker"] * workers + ["synthesiser"] and outcome.answer == "x"
+    assert script.calls == ["orchestrator"] + ["worker"] * workers + ["synthesizer"] and outcome.answer == "x"
 
 
 def test_a_plan_without_strategies_gives_no_answer():
@@ -244,7 +244,7 @@ def test_single_is_one_call():
         ("voting", {"voter": ["z", "x", None], "aggregator": ["2"]}, [0, 1, 0, 1]),
         ("voting", {"voter": ["z", "x", None], "aggregator": ["1"]}, [0, 1, 0, -1]),
         ("voting", {"voter": ["z", "z", None], "aggregator": ["1"]}, [0, 0, 0, 0]),
-        ("orch_workers", {"orchestrator": ['["a", "b"]'], "worker": ["x", "z"], "synthesiser": ["x"]}, [0.5, 1, 0, 1]),
+        ("orch_workers", {"orchestrator": ['["a", "b"]'], "worker": ["x", "z"], "synthesizer": ["x"]}, [0.5, 1, 0, 1]),
     ],
 )
 def test_what_a_call_earns_by_itself(name, lines, earned):

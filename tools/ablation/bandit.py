@@ -45,7 +45,7 @@ class Learned:
 
 
 def accuracies(task: Task, seeds: int) -> Tensor:
-    """How probably each answer is right, float64 [seeds, questions, answers]; the best one stands anywhere."""
+    """How probably each answer is right, float64 [seeds, questions, answers]; the best one is anywhere."""
     rows = []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)

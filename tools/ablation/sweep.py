@@ -1,6 +1,6 @@
-"""The replica's runs: which, in which order, and where their results stand.
+"""The replica's runs: which, in which order, and where their results are.
 
-Results are JSON lines, one a finished run.  A run whose settings stand there is not repeated, so the same command continues where
+Results are JSON lines, one a finished run.  A run whose settings are there is not repeated, so the same command continues where
 it was stopped, and another one adds to it.
 """
 

@@ -89,7 +89,7 @@ class TinyLlama:
             key, value = (padded(part) for part in self._keys_and_values(layer, normed, turn))
             cache.append((key, value))
             if layer < self.layers - 1:
-                # Padding stands behind every token that counts, so the causal mask hides it.
+                # Padding follows every token that counts, so the causal mask hides it.
                 mixed = self._attend(padded(self._queries(layer, normed, turn)), key, value, None)
                 hidden = self._rest(layer, hidden, mixed.flatten(0, 1).index_select(0, place))
         return Prefix(cache, lengths)
@@ -154,7 +154,7 @@ class TinyLlama:
         shared, tokens = self.heads // self.groups, query.shape[1]
         if mask is None:
             mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-        # Heads that share keys stand behind one another as further queries, so that keys are not copied for them.
+        # Heads that share keys follow one another as further queries, so that keys are not copied for them.
         query = query.unflatten(2, (self.groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.repeat(1, 1, shared, 1))

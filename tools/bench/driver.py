@@ -73,7 +73,7 @@ class StubEngine:
 
 
 def scripted(config: RunConfig, policy: str, tokenizer: ChatTokenizer, queries: list[str], words: int) -> StubEngine:
-    """A stub that speaks for every agent of a policy; agents are told apart by their `max_response_tokens`."""
+    """A stub that answers for every agent of a policy; agents are told apart by their `max_response_tokens`."""
     filler = "the question of the founder " * (words // 5 + 1)
 
     def ids(text: str) -> np.ndarray:

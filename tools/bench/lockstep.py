@@ -1,4 +1,4 @@
-"""Trajectories per second of a team whose calls wait for nobody, against the same team in lockstep.
+"""Trajectories per second of a team whose calls never wait for each other, against the same team in lockstep.
 
     python -m tools.bench.lockstep [--rounds 3] [--tokens 16] [--tool-s 0.5] [--tail 1.0] [key=value …]
 

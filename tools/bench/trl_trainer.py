@@ -24,7 +24,7 @@ class OnRequest(TrainerCallback):
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         if not sys.stdin.readline():
-            sys.exit("trl_trainer: nobody asks for steps any more")
+            sys.exit("trl_trainer: standard input was closed")
         self.tokens, self.began = 0, time.perf_counter()
 
     def on_step_end(self, *_: object, **__: object) -> None:
@@ -32,7 +32,7 @@ class OnRequest(TrainerCallback):
 
 
 def say(**values: object) -> None:
-    """A line to whoever asked."""
+    """A line for the caller."""
     print(json.dumps(values), file=ANSWERS, flush=True)
 
 
