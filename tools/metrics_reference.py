@@ -12,7 +12,7 @@ from megatron_drmas.observability.metrics import METRICS
 HEAD = """# Metrics
 
 What a run logs, from the table in `megatron_drmas/observability/metrics.py`. A metric's name is its tag in TensorBoard;
-`{policy}`, `{agent}` and the like are placeholders for names of the run. metrics.jsonl has the same values: those of `team/…` at the
+`{policy}`, `{agent}` and the like are names of the run. metrics.jsonl has the same values: those of `team/…` at the
 top of a step's line, `agent/…` and `policy/…` under `agents` and `policies` by name. The report shows a chart of each where
 *chart* is listed here, of others under "more metrics" if they change, and a glossary of those that the run logged.
 Made by `python -m tools.metrics_reference`.
