@@ -13,11 +13,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-import megatron_drmas.weight_sync.extension  # noqa: F401  registers
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine_messages import EngineError, EngineSettings, Request, Sample
 from megatron_drmas.rollout.vllm_settings import engine_args
 from megatron_drmas.weight_sync.errors import WeightSyncError
+from megatron_drmas.weight_sync.extension import register_back_ends
 from megatron_drmas.weight_sync.manifest import Manifest
 from megatron_drmas.weight_sync.transport import TRANSPORTS
 
@@ -39,6 +39,7 @@ class LLMCore:
         self._settings = settings
         self._manifest = Manifest.of_folder(settings.model, settings.dtype)
         self._stop_ids = list(settings.stop_ids)
+        register_back_ends()
         self._llm = LLMEngine.from_engine_args(engine_args(settings))
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.max_model_len: int = self._llm.model_config.max_model_len

@@ -19,11 +19,14 @@ from megatron_drmas.weight_sync.engine_weights import iter_loaded_tensors
 from megatron_drmas.weight_sync.transport import TRANSPORTS
 from megatron_drmas.weight_sync.verify import digest
 
-import_plugins_of_process()  # they may bring transports
-for name, transport in TRANSPORTS.items():
-    engine_class = transport.engine_class()
-    if engine_class is not None:
-        WeightTransferEngineFactory.register_engine(name, engine_class)
+
+def register_back_ends() -> None:
+    """Make the transports known to vLLM, those of the process's plug-ins included; again where this module came first."""
+    import_plugins_of_process()
+    for name, transport in TRANSPORTS.items():
+        engine_class = transport.engine_class()
+        if engine_class is not None and name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, engine_class)
 
 
 def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -64,6 +67,7 @@ class PlainExperts(cpu_moe.CPUUnquantizedExperts):
         output.copy_(total)
 
 
+register_back_ends()
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
     cpu_moe.X86CPUUnquantizedExperts = PlainExperts  # of the candidates, the first
