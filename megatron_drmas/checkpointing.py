@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from megatron_drmas.cluster.process import ProcessFailure
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.observability.health import UnhealthyRun
 from megatron_drmas.observability.history import write_atomically
@@ -223,6 +222,12 @@ class PolicyWriter(Protocol):
         """Wait until they are written."""
 
 
+class Remembered(Protocol):
+    """What has a state of plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 class Saver:
     """Knows the last step that the actors have trained on from start to end, and saves the run as it was after it.
 
@@ -236,7 +241,7 @@ class Saver:
         checkpoints: of the run.
         policies: write their part.
         log: of the run.
-        sampler: of the training questions.
+        sampler: of the training questions: its state is saved.
         config: of the run, as plain data.
         step: steps that are saved already.
         confirm: raises where the folder is no longer this run's; asked before anything in it is renamed.
@@ -247,7 +252,7 @@ class Saver:
         checkpoints: Checkpoints,
         policies: PolicyWriter,
         log: RunLog,
-        sampler: QuestionSampler,
+        sampler: Remembered,
         config: dict[str, Any],
         step: int,
         confirm: Callable[[], None],

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_drmas.algorithm.agent_statistics import agent_statistics
 from megatron_drmas.algorithm.scores import row_scores
@@ -32,6 +33,7 @@ class Stage:
     trajectories: list[Trajectory]
     batch: TurnBatch  # their rows, with advantages
     metrics: dict[str, dict]  # of the actors, by policy
+    ages: Tensor  # int32 [T'], updates by which the weights that sampled a token are older than those that trained on it
 
 
 def step_record(step: int, whole: Stage) -> StepRecord:
@@ -45,8 +47,9 @@ def step_record(step: int, whole: Stage) -> StepRecord:
     finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
     # What the team earns on the questions as they come, those included that dynamic sampling replaced for want of signal.
     drawn = [trajectory for trajectory in trajectories if trajectory.failure in (None, NO_SIGNAL)]
+    contexts = _context_ages(batch, whole.ages)
     agents = {
-        name: _agent_metrics(batch, index, len(finished)) | statistics
+        name: _agent_metrics(batch, index, len(finished)) | _age_metrics(batch, index, whole.ages, contexts) | statistics
         for (index, name), statistics in zip(enumerate(batch.agents), agent_statistics(batch))
     }
     health = count_step(trajectories, _zero_advantages(batch))
@@ -116,8 +119,27 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
         "advantage_std": advantages.std(correction=0).item(),
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
         "calls_per_trajectory": len(rows) / trajectories,
-        "weight_version_spread": float(rows.weight_versions.max() - rows.weight_versions.min()),
     }
+
+
+def _context_ages(batch: TurnBatch, ages: Tensor) -> Tensor:
+    """The age of the oldest token that a row's trajectory had sampled until then, whatever policy sampled it, [R]."""
+    oldest = torch.zeros(len(batch), dtype=ages.dtype)
+    rows = torch.arange(len(batch)).repeat_interleave(batch.response_lengths)
+    oldest.scatter_reduce_(0, rows, ages, "amax")
+    most: dict[int, int] = {}
+    for row in torch.argsort(batch.turn, stable=True).tolist():
+        trajectory = int(batch.trajectory[row])
+        oldest[row] = most[trajectory] = max(int(oldest[row]), most.get(trajectory, 0))
+    return oldest
+
+
+def _age_metrics(batch: TurnBatch, agent: int, ages: Tensor, contexts: Tensor) -> dict[str, float]:
+    rows = batch.agent == agent
+    own = ages[rows.repeat_interleave(batch.response_lengths)]
+    if not len(own):
+        return {}
+    return {"age": own.double().mean().item(), "age_max": float(own.max()), "context_age_max": float(contexts[rows].max())}
 
 
 def merge_stages(stages: list[Stage]) -> Stage:
@@ -137,7 +159,7 @@ def merge_stages(stages: list[Stage]) -> Stage:
     metrics: dict[str, dict] = {}
     for stage in stages:
         metrics = merge_metrics(metrics, stage.metrics)
-    return Stage(trajectories, rows, metrics)
+    return Stage(trajectories, rows, metrics, torch.cat([stage.ages for stage in stages]))
 
 
 def merge_metrics(earlier: dict[str, dict], later: dict[str, dict]) -> dict[str, dict]:

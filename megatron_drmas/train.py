@@ -9,6 +9,7 @@ brings the engines to the new weights.
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 from megatron_drmas.config.errors import ConfigError
@@ -27,8 +28,10 @@ async def train(config: RunConfig) -> None:
     from megatron_drmas.rollout.collate import collate
     from megatron_drmas.rollout.collector import Sampling
     from megatron_drmas.rollout.dynamic_sampling import collect_with_signal
+    from megatron_drmas.rollout.tickets import Draw
     from megatron_drmas.step_record import Stage
-    from megatron_drmas.training_run import open_run
+    from megatron_drmas.team.trajectory import Trajectory
+    from megatron_drmas.training_run import TrainingRun, open_run
 
     algorithm, agents, policies = config.algorithm, tuple(config.team.agents), tuple(config.policies)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, "training")
@@ -37,25 +40,29 @@ async def train(config: RunConfig) -> None:
     if algorithm.sequential:
         updates = [({name}, sampling.at(name)) for name in agents if name in learning]
 
-    async with open_run(config, len(updates)) as run:
+    async def collect(run: TrainingRun, update: int, draw: Draw) -> list[Trajectory]:
+        """The trajectories of one update's ticket."""
+        step, stage = divmod(update, len(updates))
+        questions, draws, (_, stream) = config.questions_per_step, algorithm.dynamic_sampling_draws, updates[stage]
+        return await collect_with_signal(run.collect, partial(run.questions, draw), questions, draws, stream.at(step + 1))
+
+    async with open_run(config, len(updates), collect) as run:
         for step in run.steps:
             stages = []
-            for learners, stream in updates:
+            for learners, _ in updates:
                 with run.log.phase("generate"):
-                    trajectories = await collect_with_signal(
-                        run.collect, run.draw, config.questions_per_step, algorithm.dynamic_sampling_draws, stream.at(step)
-                    )
+                    trajectories = await run.tickets.take()
                 run.refuse_unhealthy(step, trajectories)
                 with run.log.phase("advantages"):
                     batch = collate(trajectories, agents, policies, learners)
                     batch.advantages = compute_advantages(batch, algorithm)
-                await run.end_evaluation()
+                ages = await run.before_update(batch)
                 with run.log.phase("update"):
                     run.saver.updating()
                     metrics = certify(await run.cluster.update(batch, step), batch)
                 with run.log.phase("weight_sync"):
                     await run.sync_weights(step)
-                stages.append(Stage(trajectories, batch, metrics))
+                stages.append(Stage(trajectories, batch, metrics, ages))
             await run.finish_step(step, stages)
 
 

@@ -2,11 +2,15 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
+from megatron_drmas.batch import TurnBatch
 from megatron_drmas.checkpointing import Checkpoints, Saver
 from megatron_drmas.cluster.cluster import Cluster
 from megatron_drmas.cluster.machine import fit_to_machine
@@ -20,19 +24,23 @@ from megatron_drmas.evaluate import evaluate_team
 from megatron_drmas.observability.health import UnhealthyRun, count_causes, refusal
 from megatron_drmas.observability.run_log import RunLog, closing_summary, finished_summary
 from megatron_drmas.rollout.collector import Sampling
+from megatron_drmas.rollout.tickets import Draw, Tickets
 from megatron_drmas.run_lock import RunLock
 from megatron_drmas.step_record import Stage, merge_stages, step_record, trajectory_records
 from megatron_drmas.team.trajectory import Trajectory
 
+CollectTicket = Callable[["TrainingRun", int, Draw], Awaitable[list[Trajectory]]]
+
 
 @asynccontextmanager
-async def open_run(config: RunConfig, updates_per_step: int) -> AsyncIterator["TrainingRun"]:
+async def open_run(config: RunConfig, updates_per_step: int, collect: "CollectTicket") -> AsyncIterator["TrainingRun"]:
     """Start a validated configuration, or go on from its last checkpoint; alone in its folder, and until a signal stops it.
 
     Where the steps end without an error the policies are exported (`checkpoint.export`).
 
     Args:
         updates_per_step: weight updates that a step makes.
+        collect: (run, update, draw) samples the trajectories of an update's ticket.
 
     Raises:
         SystemExit: there is nothing left to do, or it was asked to stop; says what it can continue from.
@@ -47,7 +55,10 @@ async def open_run(config: RunConfig, updates_per_step: int) -> AsyncIterator["T
         checkpoints.discard_partial()
         stop = StopRequest()
         try:
-            async with _start(config, run_dir, checkpoints, stop, lock.confirm, updates_per_step) as run:
+            async with (
+                _start(config, run_dir, checkpoints, stop, lock.confirm, updates_per_step) as run,
+                run.tickets.running(partial(collect, run)),
+            ):
                 yield run
         except asyncio.CancelledError:
             if not stop.aborted:
@@ -69,10 +80,16 @@ async def _start(
 ) -> AsyncIterator["TrainingRun"]:
     config, fitted = fit_to_machine(config)
     sets = load_question_sets(config.data)
-    sampler = QuestionSampler(len(sets.train), config.seed, config.data.shuffle)
     resumed = checkpoints.latest(to_dict(config)) if config.resume == "auto" else None
     folder, state, changes = resumed if resumed else (None, {"step": 0}, {})
     done = state["step"]
+    tickets = Tickets[list[Trajectory]](
+        QuestionSampler(len(sets.train), config.seed, config.data.shuffle),
+        done * updates_per_step,
+        config.steps * updates_per_step,
+        config.algorithm.staleness,
+        config.deterministic,
+    )
     finished = finished_summary(run_dir, config.steps) if done >= config.steps else None
     if finished:
         print("nothing left to do:", *closing_summary(run_dir, finished), sep="\n")
@@ -85,11 +102,11 @@ async def _start(
             log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
-            Saver(checkpoints, cluster, log, sampler, to_dict(config), done, lambda: confirm(log.abandon)) as saver,
+            Saver(checkpoints, cluster, log, tickets, to_dict(config), done, lambda: confirm(log.abandon)) as saver,
         ):
             if folder:
                 with log.phase("load checkpoint"):
-                    sampler.load_state_dict(state["sampler"])
+                    tickets.load_state_dict(state["sampler"])
                     await cluster.load(folder)
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done * updates_per_step, verify=True)
@@ -97,7 +114,7 @@ async def _start(
             log.started()
             log.log_changes(changes)
             saver.updated(done)
-            run = TrainingRun(config, cluster, log, saver, sets, sampler, done, updates_per_step, stop, confirm)
+            run = TrainingRun(config, cluster, log, saver, sets, tickets, done, updates_per_step, stop, confirm)
             try:
                 await run.evaluate(done)
                 stop.polite(log.note)
@@ -119,7 +136,7 @@ class TrainingRun:
     log: RunLog
     saver: Saver
     sets: QuestionSets
-    sampler: QuestionSampler
+    tickets: Tickets[list[Trajectory]]
     done: int  # steps before this start
     updates_per_step: int
     stop: StopRequest
@@ -137,9 +154,9 @@ class TrainingRun:
         """The steps to do, counted from 1."""
         return range(self.done + 1, self.config.steps + 1)
 
-    def draw(self, count: int) -> list[Question]:
-        """The next training questions."""
-        return [self.sets.train[index] for index in self.sampler.draw(count)]
+    def questions(self, draw: Draw, count: int) -> list[Question]:
+        """So many training questions, of the indices that `draw` gives."""
+        return [self.sets.train[index] for index in draw(count)]
 
     async def collect(self, questions: list[Question], sampling: Sampling) -> list[Trajectory]:
         """A group of trajectories for each question."""
@@ -161,10 +178,30 @@ class TrainingRun:
             self.log.log_refused(step, problem, count_causes(trajectories), records)
             raise UnhealthyRun(problem)
 
+    async def before_update(self, batch: TurnBatch) -> Tensor:
+        """Let engines finish what an update would disturb: where they sleep meanwhile, an evaluation of their weights.
+
+        Returns:
+            Updates by which the weights that sampled a token are older than the actors' now, int32 [T'].
+        """
+        if not self.config.algorithm.staleness:
+            await self.end_evaluation()
+        return self._updates - batch.weight_versions
+
     async def sync_weights(self, step: int) -> None:
-        """Bring the engines to the weights of the update just made; the first step's are verified."""
+        """Bring the engines to the weights of the update just made; the first step's are verified.
+
+        With `algorithm.staleness` they go on generating, and further tickets are admitted.  In deterministic mode they finish
+        first, so that each ticket is sampled by one version.
+        """
+        await self.end_evaluation()
+        if self.config.deterministic:
+            await self.tickets.settle()
         self._updates += 1
         await self.cluster.sync_weights(self._updates, verify=step == self.steps[0])
+        self.tickets.published(self._updates)
+        if self.config.algorithm.staleness and not self.config.deterministic:
+            self.tickets.admit()
 
     async def finish_step(self, step: int, stages: list[Stage]) -> None:
         """Log a step, save and evaluate where that is due, and stop where that was asked for.

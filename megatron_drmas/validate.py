@@ -69,6 +69,10 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     placement = place(config, device)
     for name, policy in config.policies.items():
         choose_transport(config.cluster.transport, placement.route(name, policy, device), name)
+    if config.algorithm.staleness and placement.crowded():
+        problem = "engines cannot go on while actors train, since they share GPUs"
+        remedy = "give them pools of their own (cluster.pools, policies.X.actor_pool and engine_pool), or use 0"
+        raise ConfigError("algorithm.staleness", config.algorithm.staleness, problem, remedy)
     if machine:
         check_ray(config.cluster.nodes, object_store_bytes(config))
     warnings = []

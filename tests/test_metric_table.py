@@ -79,7 +79,9 @@ def stage(one_process, monkeypatch) -> Stage:
     update.add([outputs], float("nan"), False)
     region = TrustRegions(LOSS).update(batch, batch.engine_logprobs)
     region.reached(lambda _: logprobs.detach())
-    return Stage(drawn, batch, certify({"writer": update.report(0.1) | {"trust_region": region.metrics}}, batch))
+    return Stage(
+        drawn, batch, certify({"writer": update.report(0.1) | {"trust_region": region.metrics}}, batch), batch.weight_versions
+    )
 
 
 def test_what_is_logged_is_in_the_table_and_what_is_in_the_table_is_logged(stage, tmp_path):

@@ -65,7 +65,7 @@ def update(tokens=10, steps=1, norm=1.0, agents=None, skipped=0, nonfinite=(), *
 def record(of_policies):
     batch = collate(trajectories(), AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    return step_record(1, Stage(trajectories(), batch, of_policies))
+    return step_record(1, stage(trajectories(), batch, of_policies))
 
 
 def test_failed_trajectories_are_counted_and_count_for_nothing_else():
@@ -89,7 +89,7 @@ def test_rows_without_an_advantage_are_counted_where_they_learn():
     same = [replace(each, reward=0.0, turns=[turn("search", 0), turn("answer", 1)], failure=None) for each in trajectories()]
     batch = collate(same, AGENTS, ("writer",), {"search"})
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, Stage(same, batch, metrics()))
+    step = step_record(1, stage(same, batch, metrics()))
     assert step.health["zero_advantage"] == {"team": [3, 3], "agents": {"search": [3, 3]}}
 
 
@@ -108,6 +108,10 @@ class Letters:
 
 def configured(*overrides):
     return compose_config("search_hetero", list(overrides))
+
+
+def stage(drawn, batch, reported, version=0):
+    return Stage(drawn, batch, reported, version - batch.weight_versions)
 
 
 def collated(drawn, learners=AGENTS):
@@ -182,8 +186,8 @@ def test_all_stages_of_a_step_count():
     for trajectory in second:
         trajectory.reward = 0.25
     stages = [
-        Stage(first, collated(first, ["search"]), {"writer": update()}),
-        Stage(second, collated(second, ["answer"]), {"writer": update(agents={1: {"entropy": 0.1}})}),
+        stage(first, collated(first, ["search"]), {"writer": update()}),
+        stage(second, collated(second, ["answer"]), {"writer": update(agents={1: {"entropy": 0.1}})}),
     ]
     whole = merge_stages(stages)
     merged, batch = whole.trajectories, whole.batch
@@ -200,7 +204,7 @@ def test_all_stages_of_a_step_count():
 def test_success_is_the_share_of_trajectories():
     drawn = trajectories()
     drawn[1].success = True
-    assert step_record(1, Stage(drawn, collated(drawn), metrics())).success == 0.5
+    assert step_record(1, stage(drawn, collated(drawn), metrics())).success == 0.5
 
 
 def test_the_reward_is_that_of_all_questions_drawn():
@@ -209,7 +213,7 @@ def test_the_reward_is_that_of_all_questions_drawn():
     drawn += [replace(drawn[0], group=1, sample=sample, failure=NO_SIGNAL) for sample in range(3)]
     batch = collate(drawn, AGENTS, ("writer",), set(AGENTS))
     batch.advantages = compute_advantages(batch, AlgorithmConfig())
-    step = step_record(1, Stage(drawn, batch, metrics()))
+    step = step_record(1, stage(drawn, batch, metrics()))
     assert step.reward == 0.8 and step.masked == {"retrieval": 1, NO_SIGNAL: 3}
 
 
@@ -260,4 +264,17 @@ def test_the_numbers_of_a_workflow_are_averaged_over_the_trajectories_that_ended
     drawn = trajectories()
     for trajectory, value in zip(drawn, (*values, 7)):
         trajectory.outcome = Outcome("x", {"key": value})
-    assert step_record(1, Stage(drawn, collated(drawn), metrics())).workflow == logged
+    assert step_record(1, stage(drawn, collated(drawn), metrics())).workflow == logged
+
+
+def test_ages_are_those_of_each_agents_tokens_and_of_what_its_trajectories_had_sampled():
+    """Versions by call: search 3, then 2 and 3 within a response; answer 3; training from version 3."""
+    calls = [turn("search", 0), turn("search", 1), turn("answer", 2)]
+    calls[0].weight_versions, calls[1].weight_versions, calls[2].weight_versions = [(3, 3)], [(2, 2), (3, 1)], [(3, 3)]
+    (drawn, other, _) = trajectories()
+    drawn.turns, other.turns = calls, [turn("answer", 0)]
+    other.turns[0].weight_versions = [(3, 3)]
+    batch = collated([drawn, other])
+    agents = step_record(1, stage([drawn, other], batch, metrics(), version=3)).agents
+    assert agents["search"]["age"] == pytest.approx(2 / 6) and agents["search"]["age_max"] == 1
+    assert (agents["answer"]["age"], agents["answer"]["age_max"], agents["answer"]["context_age_max"]) == (0, 0, 1)

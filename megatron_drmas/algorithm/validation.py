@@ -23,5 +23,13 @@ def check_algorithm_config(config: AlgorithmConfig) -> None:
         )
     if config.sequential and config.loss.name != "teamtr":
         raise ConfigError("algorithm.sequential", True, "agents in turn need a trust region", "set algorithm.loss.name=teamtr")
+    if config.staleness and config.sequential:
+        problem = "with algorithm.sequential each agent learns from trajectories of the team just updated"
+        raise ConfigError("algorithm.staleness", config.staleness, problem, "use 0")
+    if config.staleness and config.loss.mismatch.correction == "none":
+        problem = "tokens of older weights need a correction"
+        raise ConfigError(
+            "algorithm.staleness", config.staleness, problem, "set algorithm.loss.mismatch.correction=truncate, or use 0"
+        )
     if config.loss.name == "teamtr" and not config.sequential:
         raise ConfigError("algorithm.loss.name", "teamtr", "bounds the update of one agent", "set algorithm.sequential=true")

@@ -30,8 +30,9 @@ TOKEN_BYTES = 8 + 4 * 4  # of a batch's token: its id, and the float32 columns o
 def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
     """Replace each null of cluster.actor_threads, cluster.engine_threads, policies.X.recompute and .micro_batch_tokens.
 
-    Actors of all policies compute at the same time, and so do all engines; actors and engines take turns.  On CPUs a group
-    shares the cores that this process may use; with GPUs each node's cores are shared by as many processes as it has GPUs.
+    Actors of all policies compute at the same time, and so do all engines; actors and engines take turns, but for
+    algorithm.staleness.  On CPUs a group shares the cores that this process may use; with GPUs each node's cores are shared by
+    as many processes as it has GPUs.
     OMP_NUM_THREADS goes before both.  Activations are kept, and micro-batches as large, as memory allows: half of the
     machine's for all actors, or 0.9 of a GPU for each; smaller micro-batches come before computing again.  Nothing depends
     on what else runs, so that a run that is resumed on the same machine computes the same bits.
@@ -45,7 +46,7 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
     cores, device = usable_cores(), DEVICES[resolve_device(config)]
     placement = place(config, resolve_device(config))
     actors, engines = _on_fullest_node(placement.actors.values()), _on_fullest_node(placement.engines.values())
-    asked = asked_threads()
+    overlap, asked = config.algorithm.staleness > 0, asked_threads()
 
     def threads(processes: int) -> int:
         if asked is not None:
@@ -56,8 +57,8 @@ def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
 
     cluster = replace(
         config.cluster,
-        actor_threads=config.cluster.actor_threads or threads(actors),
-        engine_threads=config.cluster.engine_threads or threads(engines),
+        actor_threads=config.cluster.actor_threads or threads(actors + (overlap and engines)),
+        engine_threads=config.cluster.engine_threads or threads(engines + (overlap and actors)),
     )
     words = [
         f"{cluster.actor_threads} for each of {actors} actor ranks",

@@ -143,4 +143,10 @@ class AlgorithmConfig:
     dynamic_sampling_draws: int = setting(
         "How often new questions may replace those whose returns are all equal (DAPO); 1: off", 1, minimum=1
     )
+    staleness: int = setting(
+        "Updates by which the weights that sampled a token may be older than those that train on it; above 0 the engines go on "
+        "while actors train",
+        0,
+        minimum=0,
+    )
     sequential: bool = setting("Agents update one after another, each on fresh trajectories of the updated team (TeamTR)", False)

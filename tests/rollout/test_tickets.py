@@ -1,0 +1,124 @@
+"""Whatever sampling and publishing take: a token is at most k updates old, and every question that is drawn is trained on."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_drmas.data.sampler import QuestionSampler
+from megatron_drmas.rollout.tickets import Tickets
+
+QUESTIONS, SIZE = 3, 7  # of a ticket, of the data
+POLICIES = 3
+
+
+class Failed(Exception):
+    pass
+
+
+class Clock:
+    """A loop's tasks take turns; how many turns something takes is drawn."""
+
+    def __init__(self, seed, longest):
+        self._random, self._longest = random.Random(seed), longest
+
+    async def pause(self):
+        for _ in range(self._random.randint(0, self._longest)):
+            await asyncio.sleep(0)
+
+
+async def run(seed, staleness, updates, in_turn=False, extra=0, fail_at=None, start=0, state=None, delays=0):
+    """Train `updates`; what each was trained on, as (question, versions of its tokens), and the tickets' states before each."""
+    clock, publishing = Clock(seed + delays, 12), Clock(seed + delays + 1, 5)
+    versions = [start] * POLICIES  # that each policy's engines serve
+    sampling = set()
+    together = 0
+
+    async def collect(update, draw):
+        nonlocal together
+        sampling.add(update)
+        together = max(together, len(sampling))
+        drawn = draw(QUESTIONS) + (draw(extra) if extra else [])  # some more, as dynamic sampling does
+        tokens = {}
+        for question in drawn:
+            tokens[question] = []
+            for policy in range(POLICIES):
+                await clock.pause()
+                tokens[question].append(versions[policy])
+            if (update, question) == fail_at:
+                raise Failed
+        sampling.remove(update)
+        return drawn, tokens
+
+    tickets = Tickets(QuestionSampler(SIZE, seed), start, updates, staleness, in_turn)
+    if state:
+        tickets.load_state_dict(state)
+    trained, states = [], [tickets.state_dict()]
+    async with tickets.running(collect):
+        for update in range(start, updates):
+            drawn, tokens = await tickets.take()
+            for of_policies in tokens.values():
+                assert all(update - staleness <= version <= update for version in of_policies)
+            trained.append(drawn)
+            await publishing.pause()  # the update
+            if in_turn:
+                await tickets.settle()
+            for policy in random.Random(seed + update).sample(range(POLICIES), POLICIES):  # engines follow one after another
+                await publishing.pause()
+                versions[policy] = update + 1
+            tickets.published(update + 1)
+            if not in_turn:
+                tickets.admit()
+            states.append(tickets.state_dict())
+    assert not in_turn or together == 1
+    return trained, states
+
+
+def questions(seed, count):
+    return QuestionSampler(SIZE, seed).draw(count)
+
+
+@given(st.integers(0, 999), st.integers(0, 4), st.integers(1, 9), st.booleans())
+def test_tokens_are_at_most_k_updates_old_and_tickets_are_the_questions_in_their_order(seed, staleness, updates, in_turn):
+    trained, _ = asyncio.run(run(seed, staleness, updates, in_turn))
+    assert [question for ticket in trained for question in ticket] == questions(seed, QUESTIONS * updates)
+
+
+@given(st.integers(0, 999), st.integers(1, 4), st.integers(2, 9))
+def test_replacements_are_the_tickets_own_and_none_is_drawn_twice_or_lost(seed, staleness, updates):
+    trained, _ = asyncio.run(run(seed, staleness, updates, extra=2))
+    assert sorted(q for ticket in trained for q in ticket) == sorted(questions(seed, (QUESTIONS + 2) * updates))
+
+
+@given(st.integers(0, 999), st.integers(0, 3), st.integers(1, 8), st.integers(0, 8), st.integers(0, 2))
+def test_a_run_that_goes_on_from_any_step_trains_on_the_same_questions(seed, staleness, updates, at, extra):
+    """With other delays, and open tickets sampled again."""
+    at = min(at, updates)
+    whole, states = asyncio.run(run(seed, staleness, updates, extra=extra))
+    rest, _ = asyncio.run(run(seed, staleness, updates, extra=extra, start=at, state=states[at], delays=5))
+    assert sorted(q for ticket in whole[:at] + rest for q in ticket) == sorted(q for ticket in whole for q in ticket)
+
+
+def test_without_staleness_nothing_is_drawn_before_it_is_asked_for():
+    async def steps():
+        sampler = QuestionSampler(SIZE, 0)
+        tickets = Tickets(sampler, 0, 3)
+
+        async def collect(update, draw):
+            return draw(QUESTIONS)
+
+        async with tickets.running(collect):
+            for update in range(3):
+                assert tickets.state_dict() == {"cursor": QUESTIONS * update}
+                await tickets.take()
+                tickets.published(update + 1)
+
+    asyncio.run(steps())
+
+
+def test_a_ticket_that_failed_is_raised_where_it_is_taken_and_the_rest_is_abandoned():
+    with pytest.raises(Failed):
+        asyncio.run(run(3, 2, 5, fail_at=(1, questions(3, 6)[4])))
+    assert asyncio.run(run(3, 2, 5))[0]
