@@ -63,15 +63,15 @@ def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on_elsewhere(slurm, t
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
     summary = json.loads((tmp_path / "lost/summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("finished", 12)
-    assert "continues after step" in log.read_text() or "resum" in log.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_saves_and_queues_itself_again_before_its_time_is_up(slurm, tmp_path):
     log = tmp_path / "job.log"
-    options = ("--time=00:03:00", "--signal=B:USR1@60")
+    options = ("--time=00:04:00", "--signal=B:USR1@90")
     number = submit(slurm, log, "steps=1000", "checkpoint.every=1000", "name=limit", f"output_dir={tmp_path}", options=options)
+    wait_for_a_step(tmp_path / "limit")
     job = slurm.wait(number, "PENDING", *ENDED, "TIMEOUT", seconds=300)
     slurm("scancel", number)
     assert job["Restarts"] == "1", log.read_text()[-3000:]
