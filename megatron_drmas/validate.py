@@ -24,7 +24,7 @@ from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.config.options import typed_options
 from megatron_drmas.config.schema import HealthConfig, PolicyConfig, RunConfig, ShareConfig
 from megatron_drmas.config.setting import check_settings
-from megatron_drmas.data.question_sets import check_data, load_question_sets, overlap_warning
+from megatron_drmas.data.question_sets import QuestionSets, check_data, load_question_sets, overlap_warning
 from megatron_drmas.environments.base import ENVIRONMENTS
 from megatron_drmas.rollout.head_sizes import cpu_head_sizes
 from megatron_drmas.team.parsing import PARSERS
@@ -95,7 +95,9 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
                 _check_head_size(name, policy, spec)
             check_precision(config.precision, device, spec.layers)
         check_templates(config)
-        overlap = overlap_warning(config.data, load_question_sets(config.data))
+        sets = load_question_sets(config.data)
+        _check_questions(config, sets)
+        overlap = overlap_warning(config.data, sets)
         warnings += [overlap] if overlap else []
         check_output(Path(config.output_dir) / config.name)
     return warnings
@@ -323,6 +325,19 @@ def _check_room(name: str, policy: PolicyConfig, config: RunConfig) -> None:
             f"one call may have {longest} tokens",
             "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
+
+
+def _check_questions(config: RunConfig, sets: QuestionSets) -> None:
+    environment = ENVIRONMENTS[config.environment.name]
+    for key, path, questions in (
+        ("data.train", config.data.train, sets.train),
+        ("data.eval", config.data.eval or config.data.train, sets.evaluation),
+    ):
+        for question in questions:
+            flaw = environment.question_flaw(question)
+            if flaw:
+                problem = f"question {question.id} {flaw}, which environment {config.environment.name!r} needs"
+                raise ConfigError(key, path, problem, "correct the row, or leave it out")
 
 
 def _check_environment(config: RunConfig, files: bool) -> None:

@@ -6,7 +6,7 @@
 #
 # The format and the lint rules come before the tests.  Where no file or folder of tests is named, the tests share the cores, at
 # most four; elsewhere, and with -n 0, they run one after the other.  Types are checked beside them when the whole suite runs.
-# As root on Debian it installs Slurm and shellcheck when they are missing; elsewhere the tests that need them are skipped,
+# As root on Debian it installs Slurm, shellcheck and bubblewrap when they are missing; elsewhere the tests that need them are skipped,
 # with the reason.
 set -euo pipefail
 if [ "${1:-}" = --help ]; then
@@ -47,6 +47,7 @@ missing=()
 command -v sbatch >/dev/null && command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null ||
   missing+=(slurmctld slurmd slurm-client munge)
 command -v shellcheck >/dev/null || missing+=(shellcheck)
+command -v bwrap >/dev/null || missing+=(bubblewrap)
 if ((${#missing[@]})); then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing Debian's ${missing[*]}"

@@ -1,5 +1,5 @@
 """The environments that come with the package; importing this registers them."""
 
-from megatron_drmas.environments import math, search
+from megatron_drmas.environments import code, math, search
 
-__all__ = ["math", "search"]
+__all__ = ["code", "math", "search"]

@@ -73,6 +73,11 @@ class Environment:
         """
         typed_options("environment.options", f"environment {config.name!r}", cls.Options, config.options)
 
+    @classmethod
+    def question_flaw(cls, question: Question) -> str | None:
+        """Why a question cannot be asked here, as a phrase such as "has no tests"; None if it can."""
+        return None
+
     def begin(self) -> bool:
         """Start the services that the environment runs itself, without waiting for them; whether there are any."""
         return False

@@ -15,6 +15,7 @@ PARSERS: dict[str, Parser] = {}
 
 THINK_OPEN, THINK_CLOSED = "<think>", "</think>"  # of Qwen3, DeepSeek-R1 and most other models that reason before they answer
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+FENCE = re.compile(r"^```[\w+-]*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(r"[^\s$]*")
 
@@ -65,6 +66,21 @@ def parse_tags(text: str, agent: AgentConfig) -> str | None:
 def parse_boxed(text: str, agent: AgentConfig) -> str | None:
     r"""The content of the last `\boxed{…}`; None without one, or if it is unclosed or empty."""
     return last_boxed(text)
+
+
+@register_parser("code")
+def parse_code(text: str, agent: AgentConfig) -> str | None:
+    """The last fenced block of a Markdown text (three backticks, with or without a language); None without a closed one.
+
+    With `tag` it is looked for in the only `<tag>…</tag>`, whose content is the code where it holds no fence.
+    """
+    if agent.tag:
+        content = parse_tag(text, agent)
+        if content is None or "```" not in content:
+            return content
+        text = content
+    blocks = FENCE.findall(text)
+    return blocks[-1].strip("\n") or None if blocks and text.count("```") % 2 == 0 else None
 
 
 @register_parser("text")
