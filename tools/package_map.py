@@ -21,7 +21,7 @@ BOXES = {
     "generation": ("rollout",),
     "weights to engines": ("weight_sync",),
     "what a run shows": ("observability",),
-    "team and task": ("workflows", "environments", "team", "data", "answers"),
+    "team and task": ("workflows", "environments", "sandbox", "team", "data", "answers"),
     "algorithm": ("algorithm", "kernels", "batch"),
     "devices": ("devices",),
     "ground": ("run_lock", "config", "concurrency"),
