@@ -11,6 +11,8 @@ something counts):
 before it (a system message, examples) the question is the whole conversation, a paragraph "System: …", "User: …" or
 "Assistant: …" for each message, since a team's agents have messages of their own to put it in.
 
+A coding problem may have `tests`, `input_output` or `test` instead of an answer (see `environments.code_tests`).
+
 An answer is a text or a number.  Nested values may be stored as JSON text.  `data_source` is kept, and every other column
 goes to `Question.extra`.
 
@@ -31,6 +33,7 @@ REMEDY = 'each row needs "question" and "answer" or "answers"'
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 PYTHON_LIST = re.compile(r"(?:array\()?\[\s*['\"].*['\"]\s*\](?:, dtype=.*)?\)?", re.DOTALL)
 WORKED = re.compile(r"^####\s*\S", re.MULTILINE)
+TESTED = {"tests", "input_output", "test"}  # a row with one of these is graded by it, and needs no answer
 KNOWN = {"id", "question", "answers", "answer", "golden_answers", "data_source"}
 
 
@@ -123,7 +126,7 @@ def _question(row: dict[str, Any], place: str) -> Question:
     return Question(
         id=_identity(source, row.get("id"), place),
         text=text.strip(),
-        answers=_answers(answers),
+        answers=() if answers is None and row.keys() & TESTED else _answers(answers),
         data_source=source,
         extra={name: value for name, value in row.items() if name not in KNOWN},
     )

@@ -1,11 +1,12 @@
 """The tests of a coding problem, in the forms that public data sets have.
 
-A question's `tests` is an object, or JSON text of one:
+A question's `tests` (or `input_output`, as in APPS) is an object, or JSON text of one:
 
 - `{"inputs": [text, …], "outputs": [text, …]}`: a program reads standard input and prints (APPS, CodeContests);
 - `{"fn_name": name, "inputs": [[argument, …], …], "outputs": [value, …]}`: a function is called (APPS); where inputs are texts,
   each line of one is an argument as JSON, and outputs are JSON as well (LiveCodeBench);
-- `{"entry_point": name, "test": source of check(candidate), "prompt": source that it needs}`: assertions (HumanEval).
+- `{"entry_point": name, "test": source of check(candidate), "prompt": source that it needs}`: assertions; these may also be
+  columns of the row itself (HumanEval).
 """
 
 import json
@@ -54,7 +55,9 @@ def read_tests(question: Question) -> Programs | Calls | Assertions:
     Raises:
         MalformedTests: it has none, or they are malformed; a phrase that follows the question's name.
     """
-    given = question.extra.get("tests")
+    columns = question.extra
+    given = next((columns[name] for name in ("tests", "input_output") if columns.get(name)), None)
+    given = columns if given is None and "test" in columns else given
     if isinstance(given, str):
         try:
             given = json.loads(given)

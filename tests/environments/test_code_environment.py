@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_drmas.config.errors import ConfigError
-from megatron_drmas.data.questions import Question
+from megatron_drmas.data.questions import Question, load_questions
 from megatron_drmas.environments.code import CodeConfig, CodeEnvironment
 from megatron_drmas.environments.code_grading import same_output
-from megatron_drmas.environments.code_tests import MalformedTests, read_tests
+from megatron_drmas.environments.code_tests import Assertions, MalformedTests, Programs, read_tests
 from megatron_drmas.sandbox.isolation import choose_kind
 from megatron_drmas.sandbox.settings import SandboxConfig
 from megatron_drmas.team.trajectory import Outcome
@@ -166,6 +166,15 @@ def test_a_question_without_tests_is_named(tests, problem):
     with pytest.raises(MalformedTests, match=problem):
         read_tests(question(tests))
     assert problem in (CodeEnvironment.question_flaw(question(tests)) or "")
+
+
+def test_rows_of_public_sets_are_read_as_they_are(tmp_path):
+    apps = {"question": "add", "input_output": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}
+    humaneval = {"prompt": "def f():\n", "entry_point": "f", "test": "def check(f):\n    assert f() == 1"}
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (apps, humaneval)))
+    programs, assertions = map(read_tests, load_questions(str(file), "data.train"))
+    assert programs == Programs((("1 2", "3"),)) and assertions == Assertions("f", humaneval["test"], humaneval["prompt"])
 
 
 @pytest.mark.slow

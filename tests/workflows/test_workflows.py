@@ -164,6 +164,9 @@ class Branch(ScriptedTools):
     async def retrieve(self, query):
         return [f"about {query}"]
 
+    def run_tests(self, code):
+        return {"passed": int(code == "y"), "total": 1, "problem": "wrong"}
+
     def chance(self, name):
         return 0.0
 
