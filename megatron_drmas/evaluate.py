@@ -110,6 +110,8 @@ async def evaluate_team(cluster: "Cluster", log: "RunLog", questions: list[Quest
         name = f"evaluate ({mode})"
         with log.background(name) if beside else log.phase(name):
             record, trajectories = await evaluate(cluster.collector, questions, step, mode, samples, sampling)
+        versions = {(turn.policy, version) for each in trajectories for turn in each.turns for version, _ in turn.weight_versions}
+        assert len(versions) == len(dict(versions)), f"weights changed during the evaluation: {sorted(versions)}"
         problem = refusal(trajectories, config.health, f"the {mode} evaluation after {step} steps does not count")
         if problem:
             raise UnhealthyRun(problem)

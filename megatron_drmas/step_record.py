@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -120,6 +120,17 @@ def _agent_metrics(batch: TurnBatch, agent: int, trajectories: int) -> dict[str,
         "response_length": rows.response_lengths.to(torch.float32).mean().item(),
         "calls_per_trajectory": len(rows) / trajectories,
     }
+
+
+def token_ages(batch: TurnBatch, updates: int, trained: Collection[str]) -> Tensor:
+    """Updates of its policy by which the weights that sampled a token are older than `updates`, int32 [T'].
+
+    Args:
+        updates: made and published so far.
+        trained: the policies that they change; the weights of any other have age 0.
+    """
+    changes = torch.tensor([policy in trained for policy in batch.policies], dtype=torch.bool)[batch.policy]
+    return (updates - batch.weight_versions) * changes.repeat_interleave(batch.response_lengths)
 
 
 def _context_ages(batch: TurnBatch, ages: Tensor) -> Tensor:

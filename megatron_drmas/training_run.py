@@ -26,7 +26,7 @@ from megatron_drmas.observability.run_log import RunLog, closing_summary, finish
 from megatron_drmas.rollout.collector import Sampling
 from megatron_drmas.rollout.tickets import Draw, Tickets
 from megatron_drmas.run_lock import RunLock
-from megatron_drmas.step_record import Stage, merge_stages, step_record, trajectory_records
+from megatron_drmas.step_record import Stage, merge_stages, step_record, token_ages, trajectory_records
 from megatron_drmas.team.trajectory import Trajectory
 
 CollectTicket = Callable[["TrainingRun", int, Draw], Awaitable[list[Trajectory]]]
@@ -182,11 +182,14 @@ class TrainingRun:
         """Let engines finish what an update would disturb: where they sleep meanwhile, an evaluation of their weights.
 
         Returns:
-            Updates by which the weights that sampled a token are older than the actors' now, int32 [T'].
+            The ages of the batch's tokens (`step_record.token_ages`), each in [0, algorithm.staleness].
         """
-        if not self.config.algorithm.staleness:
+        staleness = self.config.algorithm.staleness
+        if not staleness:
             await self.end_evaluation()
-        return self._updates - batch.weight_versions
+        ages = token_ages(batch, self._updates, self.cluster.trainable)
+        assert ((ages >= 0) & (ages <= staleness)).all(), f"ages {ages.unique().tolist()} with algorithm.staleness={staleness}"
+        return ages
 
     async def sync_weights(self, step: int) -> None:
         """Bring the engines to the weights of the update just made; the first step's are verified.

@@ -69,8 +69,10 @@ def validate(config: RunConfig, files: bool = True, machine: bool = True) -> lis
     placement = place(config, device)
     for name, policy in config.policies.items():
         choose_transport(config.cluster.transport, placement.route(name, policy, device), name)
-    if config.algorithm.staleness and placement.crowded():
-        problem = "engines cannot go on while actors train, since they share GPUs"
+    shared = sorted(placement.gpus_of_both())
+    if config.algorithm.staleness and shared:
+        where = ", ".join(f"GPU {gpu} of node {node}" for node, gpu in shared[:3])
+        problem = f"engines cannot go on while actors train, since they share {where}{' and others' if shared[3:] else ''}"
         remedy = "give them pools of their own (cluster.pools, policies.X.actor_pool and engine_pool), or use 0"
         raise ConfigError("algorithm.staleness", config.algorithm.staleness, problem, remedy)
     if machine:

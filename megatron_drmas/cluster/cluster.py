@@ -216,7 +216,10 @@ class Cluster:
         self._unchanged = set()
 
     async def begin_save(self, folder: Path) -> None:
-        """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>.  The engines must be idle."""
+        """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>.
+
+        Engines that share an actor's devices must be idle.
+        """
         await self._with_actors(PolicyRuntime.begin_save, folder)
 
     async def finish_save(self) -> None:

@@ -53,6 +53,13 @@ class Placement:
             meets=bool(engines & sending),
         )
 
+    def gpus_of_both(self) -> set[tuple[int, int]]:
+        """(node, device) of the GPUs that an actor and an engine share, whosever they are."""
+        actors, engines = (
+            {gpu for slots in of_role.values() for gpu in gpus_of(slots)} for of_role in (self.actors, self.engines)
+        )
+        return actors & engines
+
     def crowded(self) -> dict[tuple[int, int], list[str]]:
         """The GPUs that several residents share, the actor and the engines of a policy being one each: GPU -> their policies."""
         residents: dict[tuple[int, int], list[str]] = {}

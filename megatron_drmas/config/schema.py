@@ -313,7 +313,9 @@ class RunConfig:
         choices={"auto": "if there is one", "never": "begin again"},
     )
     deterministic: bool = setting(
-        "Same configuration, same bits, at the price of idle engines; a resumed run equals an undisturbed one", False
+        "Same configuration, same bits, at the price of idle engines; a resumed run equals an undisturbed one "
+        "where algorithm.staleness is 0",
+        False,
     )
     plugins: list[str] = setting("Python files or modules of one's own; see docs/plugins.md", list)
     policies: dict[str, PolicyConfig] = field(default_factory=dict)

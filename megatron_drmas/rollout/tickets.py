@@ -38,6 +38,7 @@ class Tickets(Generic[T]):
         self._in_turn = in_turn
         self._next = served  # the ticket that `take` gives
         self._drawn: dict[int, list[int]] = {}  # of tickets that are not trained on: every index drawn for it, in order
+        self._returned: list[int] = []  # drawn for tickets that did not need them when they were sampled again
         self._open: dict[int, asyncio.Task[T]] = {}
         self._collect: Collect[T] | None = None
 
@@ -85,15 +86,21 @@ class Tickets(Generic[T]):
             await asyncio.wait(self._open.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's, and the questions of tickets that were begun: a run that continues samples these again, whole."""
+        """The sampler's, and the questions of tickets that were begun: a run that continues samples these again, whole.
+
+        A copy: what is drawn later belongs to later states.
+        """
+        opened = {str(update): list(drawn) for update, drawn in self._drawn.items()}
         return {
             **self._sampler.state_dict(),
-            **({"open": {str(u): drawn for u, drawn in self._drawn.items()}} if self._drawn else {}),
+            **({"open": opened} if opened else {}),
+            **({"returned": list(self._returned)} if self._returned else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sampler.load_state_dict(state)
         self._drawn = {int(update): list(drawn) for update, drawn in state.get("open", {}).items()}
+        self._returned = list(state.get("returned", ()))
 
     async def _sample(self, update: int, before: "asyncio.Task[T] | None") -> T:
         if before is not None:
@@ -103,8 +110,13 @@ class Tickets(Generic[T]):
 
         def draw(count: int) -> list[int]:
             repeated, again[:count] = again[:count], []
-            new = self._sampler.draw(count - len(repeated))
+            returned, self._returned = self._returned[: count - len(repeated)], self._returned[count - len(repeated) :]
+            new = returned + self._sampler.draw(count - len(repeated) - len(returned))
             drawn.extend(new)
             return repeated + new
 
-        return await self._collect(update, draw)
+        sampled = await self._collect(update, draw)
+        if again:  # fewer questions were replaced than before: the rest is the next ticket's to draw
+            del drawn[-len(again) :]
+            self._returned += again
+        return sampled

@@ -30,8 +30,12 @@ class Clock:
 
 
 async def run(seed, staleness, updates, in_turn=False, extra=0, fail_at=None, start=0, state=None, delays=0):
-    """Train `updates`; what each was trained on, as (question, versions of its tokens), and the tickets' states before each."""
-    clock, publishing = Clock(seed + delays, 12), Clock(seed + delays + 1, 5)
+    """Train `updates`; the questions of each, and the tickets' states before each and at the end, as the saver holds them.
+
+    Args:
+        extra: most of the questions that are replaced, as by dynamic sampling, once the first have been sampled.
+    """
+    clock, publishing, replaced = Clock(seed + delays, 12), Clock(seed + delays + 1, 5), random.Random(seed + delays)
     versions = [start] * POLICIES  # that each policy's engines serve
     sampling = set()
     together = 0
@@ -40,15 +44,16 @@ async def run(seed, staleness, updates, in_turn=False, extra=0, fail_at=None, st
         nonlocal together
         sampling.add(update)
         together = max(together, len(sampling))
-        drawn = draw(QUESTIONS) + (draw(extra) if extra else [])  # some more, as dynamic sampling does
-        tokens = {}
-        for question in drawn:
-            tokens[question] = []
-            for policy in range(POLICIES):
-                await clock.pause()
-                tokens[question].append(versions[policy])
-            if (update, question) == fail_at:
-                raise Failed
+        drawn, tokens = [], {}
+        for part in (QUESTIONS, replaced.randint(0, extra)):
+            for question in draw(part):
+                drawn.append(question)
+                tokens[question] = []
+                for policy in range(POLICIES):
+                    await clock.pause()
+                    tokens[question].append(versions[policy])
+                if (update, question) == fail_at:
+                    raise Failed
         sampling.remove(update)
         return drawn, tokens
 
@@ -88,17 +93,25 @@ def test_tokens_are_at_most_k_updates_old_and_tickets_are_the_questions_in_their
 
 @given(st.integers(0, 999), st.integers(1, 4), st.integers(2, 9))
 def test_replacements_are_the_tickets_own_and_none_is_drawn_twice_or_lost(seed, staleness, updates):
-    trained, _ = asyncio.run(run(seed, staleness, updates, extra=2))
-    assert sorted(q for ticket in trained for q in ticket) == sorted(questions(seed, (QUESTIONS + 2) * updates))
+    trained, states = asyncio.run(run(seed, staleness, updates, extra=2))
+    assert sorted(q for ticket in trained for q in ticket) == sorted(questions(seed, states[-1]["cursor"]))
 
 
-@given(st.integers(0, 999), st.integers(0, 3), st.integers(1, 8), st.integers(0, 8), st.integers(0, 2))
-def test_a_run_that_goes_on_from_any_step_trains_on_the_same_questions(seed, staleness, updates, at, extra):
-    """With other delays, and open tickets sampled again."""
-    at = min(at, updates)
-    whole, states = asyncio.run(run(seed, staleness, updates, extra=extra))
-    rest, _ = asyncio.run(run(seed, staleness, updates, extra=extra, start=at, state=states[at], delays=5))
-    assert sorted(q for ticket in whole[:at] + rest for q in ticket) == sorted(q for ticket in whole for q in ticket)
+@given(st.integers(0, 999), st.integers(0, 3), st.integers(1, 8), st.lists(st.integers(0, 8), max_size=3), st.integers(0, 2))
+def test_a_run_that_goes_on_from_any_step_trains_on_the_same_questions(seed, staleness, updates, kills, extra):
+    """A kill, wherever it comes, goes back to a state of a whole step, which is written while the next step draws.
+
+    Open tickets are sampled again, with other delays and other replacements: what is drawn is trained on once, or still to be.
+    """
+    trained, state, start = [], None, 0
+    for life, end in enumerate([*sorted(min(kill, updates) for kill in kills), updates]):
+        begun = (state or {}).get("open", {})
+        tickets, states = asyncio.run(run(seed, staleness, updates, extra=extra, start=start, state=state, delays=life))
+        for update, drawn in begun.items():
+            assert tickets[int(update) - start][:QUESTIONS] == drawn[:QUESTIONS]
+        trained += [question for ticket in tickets[: end - start] for question in ticket]
+        start, state = end, states[end - start]
+    assert sorted(trained + state.get("returned", [])) == sorted(questions(seed, state["cursor"]))
 
 
 def test_without_staleness_nothing_is_drawn_before_it_is_asked_for():
