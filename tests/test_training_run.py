@@ -46,7 +46,7 @@ def run_of(tmp_path):
             await work
 
         stop = SimpleNamespace(unless_requested=unless_requested)
-        return TrainingRun(config, cluster, log, None, sets, None, 0, 1, stop, None), go, logged
+        return TrainingRun(config, cluster, log, None, None, sets, None, {}, 0, 1, stop, None), go, logged
 
     return make
 

@@ -164,8 +164,10 @@ class Cluster:
         await self._clients.aclose()
 
     async def rebuild(self) -> None:
-        """Kill every actor and engine, and start others in their places, with the model folders' weights; what was asked of the old
-        ones fails.  `load`, if there is a checkpoint, and `sync_weights` are to follow.
+        """Kill every actor and engine, and start others in their places, with the model folders' weights.
+
+        Who waits for one of the old ones is to be cancelled before; `load`, if there is a checkpoint, and `sync_weights` are
+        to follow.
 
         Raises:
             ProcessFailure: one of them did not start.
@@ -305,7 +307,7 @@ class Cluster:
         self._unchanged = set()
 
     async def _publish(self, policy: PolicyRuntime, version: int, verify: bool) -> None:
-        """Bring a policy's engines to its actor's weights; engines that turn out to have failed are replaced, and get them then."""
+        """Bring a policy's engines to its actor's weights; those that turn out to have failed are replaced, and get them then."""
         while True:
             try:
                 await policy.sync_weights(version, verify)
