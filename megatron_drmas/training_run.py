@@ -287,6 +287,8 @@ class TrainingRun:
         last = step == config.steps
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             await self.saver.save()
+        if last:
+            await self.saver.settle()  # as long as the team can go back for it
         if problem and not last:
             raise UnhealthyRun(problem)
         if not self.stop.requested:

@@ -219,11 +219,9 @@ class Cluster:
                 async with self.pool.vacated(policy.name):
                     handle = await policy.replace_engine(index)
                     health.started()
-                    for phase in self.pool.schedule.phase("sync"):
-                        if policy.name in phase.policies:
-                            others = self.policies.keys() - {policy.name}
-                            await self.pool.enter(phase, keep=self.policies.keys(), idle=others)
-                            await policy.sync_weights(policy.version, verify=True)
+                    if policy.has_actor:
+                        await self.pool.meet(policy.name)
+                        await policy.sync_weights(policy.version, verify=True)
                 return handle
             finally:
                 for client in clients:

@@ -95,6 +95,12 @@ class DevicePool:
         yield
         await self._go("returning", [policy], before, keep)
 
+    async def meet(self, policy: str) -> None:
+        """A policy's actor and engines as they are when weights go from one to the other; nothing else moves."""
+        phase = next(phase for phase in self.schedule.phase("sync") if policy in phase.policies)
+        own = {name: state for name, state in phase.states.items() if self.schedule.residents[name].policy == policy}
+        await self._go("meeting", [policy], dict(self._states) | own, [policy])
+
     async def _go(self, what: str, policies: Collection[str], states: Mapping[str, State], keep: Collection[str]) -> None:
         async with self._lock:
             self.schedule.check(what, policies, states)

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,9 @@ SMALL = (
     "deterministic=true", "cluster.actor_threads=1", "cluster.engine_threads=1",
 )  # fmt: skip
 TIMEOUT_S = 900.0  # of a run; on a busy machine
+
+# What may differ from the run without a fault that it is compared with.
+APART = ("cluster.step_timeout_s", "cluster.restarts")
 
 # A plug-in is imported by the driver and by every actor and engine.
 ONCE = """
@@ -76,6 +79,8 @@ class Fault:
     said: pattern of what the run says.
     overrides: of the configuration.
     ends: the run stops by name instead of surviving, and the same command without the plug-in goes on.
+    damage: what happens to the folder before it does.
+    then: pattern of what it says then.
     """
 
     name: str
@@ -84,6 +89,20 @@ class Fault:
     said: str = ""
     overrides: Sequence[str] = ()
     ends: bool = False
+    damage: Callable[[Path], None] = lambda folder: None
+    then: str = ""
+
+
+def cut_newest_checkpoint(folder: Path) -> None:
+    """Halve the largest file of the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step_*"))
+    largest = max(newest.glob("qwen2/*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def garble_newest_state(folder: Path) -> None:
+    """Spoil what the driver remembers of the newest checkpoint."""
+    (max((folder / "checkpoints").glob("step_*")) / "state.json").write_text("{")
 
 
 LLAMA, TEAM = "engine 0 of policy 'llama'", "team"
@@ -189,11 +208,29 @@ checkpoint._write_file = full
     ),
     Fault(
         "an actor rank is killed again and again",
-        "before(ActorProcess, 'update', lambda self, batch, at: fail(signal.SIGKILL) if at == 2 and self._actor.rank == 1 else None)",
+        """
+before(ActorProcess, "update", lambda self, batch, step: fail(signal.SIGKILL) if (step, self._actor.rank) == (2, 1) else None)
+""",
         {TEAM: 1},
         "train: actor 1 of policy 'qwen2': died during update.*; the team went back to its checkpoint 1 times .cluster.restarts.",
         ("cluster.restarts=1",),
         ends=True,
+    ),
+    *(
+        Fault(
+            f"the newest checkpoint's {what} cannot be read",
+            "in_update(lambda: fail(signal.SIGKILL), step=3)",
+            {},
+            "train: actor 1 of policy 'qwen2': died during update.*went back to its checkpoint 0 times",
+            ("cluster.restarts=0",),
+            ends=True,
+            damage=damage,
+            then=f"warning: .*step_000002.* {problem}.*; tries step_000001, the checkpoint before",
+        )
+        for what, damage, problem in (
+            ("files", cut_newest_checkpoint, "cannot be loaded"),
+            ("state", garble_newest_state, "is damaged"),
+        )
     ),
     Fault(
         "an engine that shares its device is killed in a batch",
@@ -278,8 +315,10 @@ def problems(fault: Fault, folder: Path, team: Path, repository: Path, undisturb
     if run.folder.exists() and run.restarts != fault.restarts:
         found.append(f"restarts {run.restarts}, not {fault.restarts}")
     if fault.ends:
+        fault.damage(folder)
         run = train(folder, team, repository, *(each for each in fault.overrides if "restarts" not in each))
         found += [f"the same command again: exit code {run.code}"] * (run.code != 0)
+        found += [f"not said then: {fault.then}"] * (not re.search(fault.then, run.said))
     if not found and run.state() != undisturbed:
         found.append("another state than that of an undisturbed run")
     return found and [*found, run.said]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.faults import FAULTS, problems, train
+from tests.faults.faults import APART, FAULTS, problems, train
 
 
 @pytest.fixture(scope="session")
@@ -11,7 +11,7 @@ def undisturbed(tiny_team, tmp_path_factory, repository):
     states = {}
 
     def run(*overrides):
-        overrides = tuple(each for each in overrides if not each.startswith(("cluster.step_timeout_s", "cluster.restarts")))
+        overrides = tuple(each for each in overrides if not each.startswith(APART))
         if overrides not in states:
             found = train(tmp_path_factory.mktemp("runs") / "undisturbed", tiny_team, repository, *overrides)
             assert found.code == 0, found.said
