@@ -390,14 +390,14 @@ class PolicyRuntime:
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
-        await together(process.end() for process in (*self._actors, *self._engines))
+        await together([*(actor.end() for actor in self._actors), *(engine.end() for engine in self._engines)])
         self._down, self._exclusive, self._unpublished = set(), asyncio.Lock(), False
 
     async def stop(self) -> None:
         """End all processes."""
         for stream in self._streams.values():
             stream.close()
-        for process in (*self._actors, *self._engines):
+        for process in self._actors + self._engines:
             process.kill()
 
     @property

@@ -136,4 +136,6 @@ class RemoteProcess(Generic[T]):
 
 def _last_line(error: RayError) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else None
-    return f"{type(cause).__name__}: {cause}".split("\n")[0] if cause is not None else str(error).strip().split("\n")[-1]
+    if cause is not None:
+        return f"{type(cause).__name__}: {cause}".split("\n")[0]
+    return str(error).strip().split("\n")[-1].partition(" Some common causes")[0]

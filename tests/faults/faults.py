@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 SMALL = (
-    "steps=3", "questions_per_step=2", "group_size=2", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=1",
+    "steps=3", "questions_per_step=4", "group_size=4", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=1",
     "deterministic=true", "cluster.actor_threads=1", "cluster.engine_threads=1",
 )  # fmt: skip
 TIMEOUT_S = 900.0  # of a run; on a busy machine
@@ -175,7 +175,7 @@ before(ActorProcess, "finish_save", lambda self:
     and "step_000002" in str(self._actor._save._target) and once() else None)
 """,
         {TEAM: 1},
-        "restart: team .actor 0 of policy 'qwen2': died during finish_save",
+        "restart: team .actor 0 of policy 'qwen2': died during .*\n.*goes on from step_000001",
     ),
     Fault(
         "the retrieval server is killed",
@@ -209,7 +209,8 @@ checkpoint._write_file = full
     Fault(
         "an actor rank is killed again and again",
         """
-before(ActorProcess, "update", lambda self, batch, step: fail(signal.SIGKILL) if (step, self._actor.rank) == (2, 1) else None)
+before(ActorProcess, "update", lambda self, batch, step:
+    fail(signal.SIGKILL) if (self._actor.settings.name, step, self._actor.rank) == ("qwen2", 2, 1) else None)
 """,
         {TEAM: 1},
         "train: actor 1 of policy 'qwen2': died during update.*; the team went back to its checkpoint 1 times .cluster.restarts.",
@@ -269,6 +270,7 @@ class Run:
             for line in lines
             if line["kind"] == "step"
         }
+        assert not steps or all(policy["grad_norm"] > 0 for step in steps.values() for policy in step["policies"].values())
         return {"models": models, "steps": steps}
 
     @property
@@ -305,7 +307,7 @@ def problems(fault: Fault, folder: Path, team: Path, repository: Path, undisturb
     plugin.parent.mkdir(parents=True, exist_ok=True)
     plugin.write_text(ONCE.format(mark=str(folder.with_name(f"{folder.name}.happened"))) + fault.plugin)
     run = train(folder, team, repository, *fault.overrides, f"plugins=[{plugin}]")
-    found = [f"left behind: {process}" for process in run.left]
+    found, said = [f"left behind: {process}" for process in run.left], run.said
     if not re.search(fault.said, run.said):
         found.append(f"not said: {fault.said}")
     if (run.code == 0) == fault.ends:
@@ -321,4 +323,4 @@ def problems(fault: Fault, folder: Path, team: Path, repository: Path, undisturb
         found += [f"not said then: {fault.then}"] * (not re.search(fault.then, run.said))
     if not found and run.state() != undisturbed:
         found.append("another state than that of an undisturbed run")
-    return found and [*found, run.said]
+    return found and [*found, said, *([run.said] if fault.ends else [])]
