@@ -255,12 +255,15 @@ class _Replica:
                 self.hand_over(share)
 
     async def _submit(self, requests: list[Request]) -> None:
+        handle = self.handle
         try:
-            await asyncio.wait_for(self.handle.submit(requests), self._client.timeout_s)
+            await asyncio.wait_for(handle.submit(requests), self._client.timeout_s)
         except Exception as error:
-            self.broken(error)
+            if handle is self.handle:  # else it has been replaced meanwhile
+                self.broken(error)
             return
-        self._busy.set()
+        if handle is self.handle:
+            self._busy.set()
 
     async def _poll(self) -> None:
         """Raises what has happened to the engine."""

@@ -47,11 +47,13 @@ def main() -> int:
                     repository,
                     states[tuple(each for each in fault.overrides if not each.startswith(APART))],
                 )
-                seconds[fault.name] += time.monotonic() - began
+                took = time.monotonic() - began
+                seconds[fault.name] += took
                 passed[fault.name] += not found
                 shutil.rmtree(place)
+                print(f"{turn + 1}/{args.times} {fault.name}: {'FAILED' if found else 'passed'}, {took:.0f} s", flush=True)
                 if found:
-                    print(f"turn {turn + 1}: {fault.name}:", *found, sep="\n    ", file=sys.stderr, flush=True)
+                    print(*found, sep="\n    ", file=sys.stderr, flush=True)
     print(f"{'fault':<70}{'passed':>10}{'seconds':>10}")
     for name, count in passed.items():
         print(f"{name:<70}{f'{count} of {args.times}':>10}{seconds[name] / args.times:>10.0f}")

@@ -106,6 +106,7 @@ def garble_newest_state(folder: Path) -> None:
 
 
 LLAMA, TEAM = "engine 0 of policy 'llama'", "team"
+OVERLAP = ("algorithm.staleness=1", "algorithm.loss.mismatch.correction=truncate")
 SHARED = (
     "cluster.device=cpu",
     "cluster.gpus_per_node=1",
@@ -232,6 +233,20 @@ before(ActorProcess, "update", lambda self, batch, step:
             ("files", cut_newest_checkpoint, "cannot be loaded"),
             ("state", garble_newest_state, "is damaged"),
         )
+    ),
+    Fault(
+        "an engine is killed while the actors train",
+        "in_batch(lambda: fail(signal.SIGKILL))",
+        {LLAMA: 1},
+        f"restart: {LLAMA} .*died",
+        OVERLAP,
+    ),
+    Fault(
+        "an actor rank is killed while the engines generate",
+        "in_update(lambda: fail(signal.SIGKILL), step=2)",
+        {TEAM: 1},
+        "restart: team .actor 1 of policy 'qwen2': died during update",
+        OVERLAP,
     ),
     Fault(
         "an engine that shares its device is killed in a batch",
