@@ -23,8 +23,9 @@ from megatron_drmas.cluster.device_pool import DevicePool
 from megatron_drmas.cluster.fork_server import ForkServer
 from megatron_drmas.cluster.machine import gpu_memory, object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
-from megatron_drmas.cluster.policy_runtime import PolicyRuntime, process_environment
+from megatron_drmas.cluster.policy_runtime import PolicyRuntime
 from megatron_drmas.cluster.process import ProcessFailure, ProcessLost
+from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.ray_start import RaySession, make_folder, named_cluster
 from megatron_drmas.cluster.schedule import PoolOverflow, step_schedule
 from megatron_drmas.cluster.supervision import Restarts, RestartsExhausted

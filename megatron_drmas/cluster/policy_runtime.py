@@ -1,7 +1,6 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
 import asyncio
-import os
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,17 +9,16 @@ from typing import Any, NoReturn
 import ray
 
 from megatron_drmas.actor.actor_process import ActorProcess
-from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import Placement, Slot, gpus_of, sending_ranks
 from megatron_drmas.cluster.process import ProcessFailure, ProcessLost, RemoteProcess
+from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.schedule import Gpu, Resident, State
 from megatron_drmas.cluster.supervision import on_all_ranks
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings
 from megatron_drmas.rollout.engine_stream import TOKEN_BYTES, EngineStream
@@ -410,31 +408,3 @@ class PolicyRuntime:
     async def _on_all_ranks(self, timeout_s: float, method: Callable, *args: Any) -> list[Any]:
         calls = [actor.call(timeout_s, method, *args) for actor in self._actors]
         return await on_all_ranks(self._actors, method.__name__, calls)
-
-
-def process_environment(role: str, config: RunConfig, device_name: str, devices: tuple[int, ...] = ()) -> dict[str, str]:
-    """Variables of a process that must be set before torch, Megatron or vLLM are imported.
-
-    Args:
-        role: actor | engine.
-        config: the run.
-        device_name: cpu | cuda.
-        devices: that the process may use, counted from 0 among those that its machine lets it see.
-    """
-    device, cluster = DEVICES[device_name], config.cluster
-    threads = (cluster.actor_threads if role == "actor" else cluster.engine_threads) or 1  # `fit_to_machine` gives more
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
-        **device.environment(devices, threads),
-    }
-    if not os.environ.get("RAY_ADDRESS"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if role == "engine":
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        variables |= device.engine_environment(threads)
-    if role == "actor":
-        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(config.precision)}
-    return variables

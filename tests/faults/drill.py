@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.faults import APART, FAULTS, problems, train
+from tests.faults.faults import FAULTS, problems, train
 from tools.tiny_team.__main__ import copy_team
 
 TARGET = 1.0
@@ -30,7 +30,7 @@ def main() -> int:
         root, repository = Path(folder), Path(__file__).resolve().parents[2]
         copy_team(root / "team", 0)
         for fault in chosen:
-            overrides = tuple(each for each in fault.overrides if not each.startswith(APART))
+            overrides = fault.undisturbed
             if overrides not in states:
                 undisturbed = train(root / f"undisturbed_{len(states)}", root / "team", repository, *overrides)
                 if undisturbed.code:
@@ -40,13 +40,7 @@ def main() -> int:
             for fault in chosen:
                 began = time.monotonic()
                 place = root / "runs"
-                found = problems(
-                    fault,
-                    place / "faulty",
-                    root / "team",
-                    repository,
-                    states[tuple(each for each in fault.overrides if not each.startswith(APART))],
-                )
+                found = problems(fault, place / "faulty", root / "team", repository, states[fault.undisturbed])
                 took = time.monotonic() - began
                 seconds[fault.name] += took
                 passed[fault.name] += not found

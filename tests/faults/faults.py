@@ -23,9 +23,6 @@ SMALL = (
 )  # fmt: skip
 TIMEOUT_S = 900.0  # of a run; on a busy machine
 
-# What may differ from the run without a fault that it is compared with.
-APART = ("cluster.step_timeout_s", "cluster.restarts")
-
 # A plug-in is imported by the driver and by every actor and engine.
 ONCE = """
 import functools, os, signal, threading, time
@@ -91,6 +88,11 @@ class Fault:
     ends: bool = False
     damage: Callable[[Path], None] = lambda folder: None
     then: str = ""
+
+    @property
+    def undisturbed(self) -> tuple[str, ...]:
+        """Overrides of the run without a fault that it is compared with."""
+        return tuple(each for each in self.overrides if not each.startswith(("cluster.step_timeout_s", "cluster.restarts")))
 
 
 def cut_newest_checkpoint(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.faults import APART, FAULTS, problems, train
+from tests.faults.faults import FAULTS, problems, train
 
 
 @pytest.fixture(scope="session")
@@ -11,7 +11,6 @@ def undisturbed(tiny_team, tmp_path_factory, repository):
     states = {}
 
     def run(*overrides):
-        overrides = tuple(each for each in overrides if not each.startswith(APART))
         if overrides not in states:
             found = train(tmp_path_factory.mktemp("runs") / "undisturbed", tiny_team, repository, *overrides)
             assert found.code == 0, found.said
@@ -25,5 +24,5 @@ def undisturbed(tiny_team, tmp_path_factory, repository):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name.replace(" ", "_") for fault in FAULTS])
 def test_a_fault_changes_no_bit_or_stops_the_run_by_name(fault, undisturbed, tiny_team, tmp_path, repository):
-    found = problems(fault, tmp_path / "faulty", tiny_team, repository, undisturbed(*fault.overrides))
+    found = problems(fault, tmp_path / "faulty", tiny_team, repository, undisturbed(*fault.undisturbed))
     assert not found, "\n".join(found)
