@@ -24,7 +24,7 @@ from megatron_drmas.cluster.fork_server import ForkServer
 from megatron_drmas.cluster.machine import gpu_memory, object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
 from megatron_drmas.cluster.policy_runtime import PolicyRuntime
-from megatron_drmas.cluster.process import ProcessFailure, ProcessLost
+from megatron_drmas.cluster.process import ProcessFailure, ProcessLost, TeamLost
 from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.ray_start import RaySession, make_folder, named_cluster
 from megatron_drmas.cluster.schedule import PoolOverflow, step_schedule
@@ -88,7 +88,8 @@ class Cluster:
         self._actors = actors
         self._stack = contextlib.AsyncExitStack()
         self._clients = contextlib.AsyncExitStack()
-        self._replacing = asyncio.Lock()  # of engines that share devices
+        self._replacing = asyncio.Lock()  # an engine that shares devices
+        self._generating = True  # as long as the actors and engines that share devices stay as they are
         self._servers: dict[str, ForkServer] = {}  # by role
 
     async def __aenter__(self) -> "Cluster":
@@ -184,14 +185,14 @@ class Cluster:
 
         Raises:
             RestartsExhausted: it has been started again as often as it may.
-            ProcessLost: the team has to be rebuilt for it.
+            TeamLost: the team has to be rebuilt for it.
         """
         policy = self.policies[name]
         engine = policy.engine_name(index)
         policy.take_down(index)
         problem = str(error) if engine in str(error) else f"{engine}: {error}"
         if policy.joined:
-            raise ProcessLost(f"{problem}; its transport joins all engines in one group, which one cannot enter again") from error
+            raise TeamLost(f"{problem}; its transport joins all engines in one group, which one cannot enter again") from error
         while True:
             self.restarts.engine(engine, problem)
             self._restarted(engine, problem)
@@ -200,9 +201,11 @@ class Cluster:
                 handle = await self._replacement(policy, index, health)
                 health.updated()
                 return handle
+            except TeamLost:
+                raise
             except (ProcessFailure, WeightSyncError) as failure:
                 if isinstance(failure, WeightSyncError) and await policy.lost_actors():
-                    raise ProcessLost(str(failure)) from failure
+                    raise TeamLost(str(failure)) from failure
                 health.died()
                 problem = str(failure)
 
@@ -214,6 +217,8 @@ class Cluster:
             await policy.refresh_engine(index)
             return handle
         async with self._replacing:
+            if not self._generating:
+                raise TeamLost(f"{policy.engine_name(index)}: failed when its devices were in use by others")
             clients = self.collector.clients.values()
             try:
                 await together(client.hold() for client in clients)
@@ -279,6 +284,8 @@ class Cluster:
             rows = batch.select(batch.trainable & (batch.policy == batch.policies.index(name)))
             if len(rows):
                 shares[name] = rows
+        async with self._replacing:  # until it has its devices no more
+            self._generating = False
         self._unchanged = self.trainable.keys() - shares.keys()
         metrics: dict[str, dict] = {}
         for phase in self.pool.schedule.phase("update"):
@@ -303,7 +310,7 @@ class Cluster:
                 await together(self._publish(self.policies[name], version, verify) for name in names)
         await self.pool.enter(self.pool.schedule.generating)
         await together(self.policies[name].set_version(version) for name in self._unchanged)
-        self._unchanged = set()
+        self._unchanged, self._generating = set(), True
 
     async def _publish(self, policy: PolicyRuntime, version: int, verify: bool) -> None:
         """Bring a policy's engines to its actor's weights; those that turn out to have failed are replaced, and get them then."""
@@ -346,7 +353,7 @@ class Cluster:
             await together(work(policy, folder / name) for name, policy in self.trainable.items())
             return
         for name, policy in self.trainable.items():
-            async with self.pool.lend(name):
+            async with self._replacing, self.pool.lend(name):
                 await work(policy, folder / name)
 
     def _pool(self, device: str) -> DevicePool:

@@ -12,7 +12,7 @@ from megatron_drmas.actor.actor_process import ActorProcess
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import Placement, Slot, gpus_of, sending_ranks
-from megatron_drmas.cluster.process import ProcessFailure, ProcessLost, RemoteProcess
+from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess, TeamLost
 from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.schedule import Gpu, Resident, State
 from megatron_drmas.cluster.supervision import on_all_ranks
@@ -355,7 +355,7 @@ class PolicyRuntime:
 
         Raises:
             WeightSyncError: names the rank, the engine or the tensor at fault.
-            ProcessLost: the actor has others, and they are not published in time.
+            TeamLost: the actor has others, and they are not published in time.
         """
         engine, timeout_s = self._engines[index], self._config.cluster.sync_timeout_s
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -366,7 +366,7 @@ class PolicyRuntime:
                     self._down.discard(engine)
                     return
             if asyncio.get_running_loop().time() > deadline:  # they may wait for what this engine has not finished
-                raise ProcessLost(
+                raise TeamLost(
                     f"{engine.name}: failed while its actor was updated, and no weights were published in {timeout_s:g} s"
                 )
             await asyncio.sleep(SAVE_POLL_S)

@@ -25,6 +25,10 @@ class ProcessLost(ProcessFailure):
     """A process of the run died, or did not answer in time: another may take its place."""
 
 
+class TeamLost(ProcessLost):
+    """A process that cannot be replaced alone."""
+
+
 class ProcessSilent(ProcessLost):
     """A process that did not answer in time; it may still be there."""
 
