@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.process import ProcessFailure, ProcessLost
 from megatron_drmas.config.errors import ConfigError
 from megatron_drmas.environments.base import ServiceFailure
 from megatron_drmas.observability.health import UnhealthyRun
@@ -164,41 +164,48 @@ class Checkpoints:
         return next((folder for folder in reversed(found) if _is_healthy(folder)), None)
 
     def latest(self, config: dict[str, Any]) -> tuple[Path, dict[str, Any], Changes] | None:
-        """The newest of the `resumable` checkpoints, its state, and what the configuration changes; None if there is none.
+        """The newest of the `resumable` checkpoints whose state can be read, that state, and what the configuration changes.
+
+        None if there is no checkpoint.
 
         Args:
             config: of the run that wants to continue.
 
         Raises:
             ConfigError: the checkpoint belongs to a run that was configured differently in what may not change, or that has
-                done more steps.
+                done more steps; or none can be read.
         """
         found = self.resumable()
         if not found:
             return None
-        try:
-            state = json.loads((found[-1] / "state.json").read_text())
-            theirs, step = state["config"], state["step"]
-        except (ValueError, TypeError, LookupError) as error:
-            raise ConfigError(
-                "resume",
-                "auto",
-                f"{found[-1] / 'state.json'} is damaged",
-                "remove that folder to continue from the one before, or use resume=never",
-            ) from error
-        changes = changed(theirs, config)
+        readable = self.readable()
+        if not readable:
+            damaged = ", ".join(str(folder / "state.json") for folder in found)
+            raise ConfigError("resume", "auto", f"{damaged} is damaged", "restore it, or use resume=never to begin again")
+        folder, state = readable[-1]
+        step = state["step"]
+        changes = changed(state["config"], config)
         for key, (old, new) in changes.items():
             if not _may_change(key):
                 raise ConfigError(
                     key,
                     new,
-                    f"the checkpoint {found[-1]} was made with {old!r}, and this may not change within a run",
+                    f"the checkpoint {folder} was made with {old!r}, and this may not change within a run",
                     "restore it, choose another name=…, or use resume=never to start this run again",
                 )
         if config.get("steps", step) < step:
-            problem = f"the checkpoint {found[-1]} has {step} already"
+            problem = f"the checkpoint {folder} has {step} already"
             raise ConfigError("steps", config["steps"], problem, f"use {step} or more, or resume=never")
-        return found[-1], state, changes
+        return folder, state, changes
+
+    def readable(self) -> list[tuple[Path, dict[str, Any]]]:
+        """The `resumable` checkpoints whose state can be read, oldest first, with it."""
+        found = []
+        for folder in self.resumable():
+            with contextlib.suppress(ValueError, TypeError, LookupError, OSError):
+                state = json.loads((folder / "state.json").read_text())
+                found.append((folder, {key: state[key] for key in ("step", "sampler", "config")}))
+        return found
 
 
 def changed(old: dict[str, Any], new: dict[str, Any]) -> Changes:
@@ -280,6 +287,7 @@ class Saver:
 
         Raises:
             CheckpointError: one of them could not be written.
+            ProcessLost: an actor rank failed meanwhile.
             RunLockLost: the folder is another run's.
         """
         if self._done == self._begun:
@@ -316,6 +324,16 @@ class Saver:
             written, self._writing = self._writing, None
             written.result()
 
+    async def rewind(self, step: int) -> None:
+        """The actors are those after `step` steps again, as a checkpoint has them; one that is being written is given up."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+        self._checkpoints.discard_partial()
+        self._begun = step
+        self.updated(step)
+
     async def _finish(self, step: int, state: dict[str, Any]) -> None:
         with self._log.background(CHECKPOINT), self._named(step):
             await self._policies.finish_save()
@@ -327,6 +345,8 @@ class Saver:
     def _named(self, step: int) -> Iterator[None]:
         try:
             yield
+        except ProcessLost:
+            raise
         except (OSError, ProcessFailure) as error:
             raise CheckpointError(f"the checkpoint after step {step} could not be written: {error}") from error
 

@@ -48,22 +48,23 @@ async def train(config: RunConfig) -> None:
 
     async with open_run(config, len(updates), collect) as run:
         for step in run.steps:
-            stages = []
-            for learners, _ in updates:
-                with run.log.phase("generate"):
-                    trajectories = await run.tickets.take()
-                run.refuse_unhealthy(step, trajectories)
-                with run.log.phase("advantages"):
-                    batch = collate(trajectories, agents, policies, learners)
-                    batch.advantages = compute_advantages(batch, algorithm)
-                ages = await run.before_update(batch)
-                with run.log.phase("update"):
-                    run.saver.updating()
-                    metrics = certify(await run.cluster.update(batch, step), batch)
-                with run.log.phase("weight_sync"):
-                    await run.sync_weights(step)
-                stages.append(Stage(trajectories, batch, metrics, ages))
-            await run.finish_step(step, stages)
+            async with run.surviving():
+                stages = []
+                for learners, _ in updates:
+                    with run.log.phase("generate"):
+                        trajectories = await run.tickets.take()
+                    run.refuse_unhealthy(step, trajectories)
+                    with run.log.phase("advantages"):
+                        batch = collate(trajectories, agents, policies, learners)
+                        batch.advantages = compute_advantages(batch, algorithm)
+                    ages = await run.before_update(batch)
+                    with run.log.phase("update"):
+                        run.saver.updating()
+                        metrics = certify(await run.cluster.update(batch, step), batch)
+                    with run.log.phase("weight_sync"):
+                        await run.sync_weights(step)
+                    stages.append(Stage(trajectories, batch, metrics, ages))
+                await run.finish_step(step, stages)
 
 
 def learning_agents(config: RunConfig) -> set[str]:

@@ -2,18 +2,20 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megatron_drmas.batch import TurnBatch
-from megatron_drmas.checkpointing import Checkpoints, Saver
+from megatron_drmas.checkpointing import CheckpointError, Checkpoints, Saver
 from megatron_drmas.cluster.cluster import Cluster
 from megatron_drmas.cluster.machine import fit_to_machine
+from megatron_drmas.cluster.process import ProcessFailure, ProcessLost
 from megatron_drmas.cluster.signals import StopRequest
 from megatron_drmas.config.load import to_dict
 from megatron_drmas.config.schema import RunConfig
@@ -28,6 +30,7 @@ from megatron_drmas.rollout.tickets import Draw, Tickets
 from megatron_drmas.run_lock import RunLock
 from megatron_drmas.step_record import Stage, merge_stages, step_record, token_ages, trajectory_records
 from megatron_drmas.team.trajectory import Trajectory
+from megatron_drmas.weight_sync.errors import WeightSyncError
 
 CollectTicket = Callable[["TrainingRun", int, Draw], Awaitable[list[Trajectory]]]
 
@@ -98,23 +101,31 @@ async def _start(
     resume_step = done if resumed else None
     with RunLog(run_dir, to_dict(config), config.name, config.seed, config.steps, resume_step, health=config.health) as log:
         log.note(fitted)
-        if folder and folder != checkpoints.complete()[-1]:
-            log.note(f"the run had stopped itself for its health: continues from {folder.name}, the newest healthy checkpoint")
+        healthy = checkpoints.resumable()[-1] if folder else None
+        if healthy and healthy != checkpoints.complete()[-1]:
+            log.note(f"the run had stopped itself for its health: continues from {healthy.name}, the newest healthy checkpoint")
+        begun = tickets.state_dict()
         async with (
             Cluster(config, log.phase, log.note, log.log_restart) as cluster,
             Saver(checkpoints, cluster, log, tickets, to_dict(config), done, lambda: confirm(log.abandon)) as saver,
         ):
             if folder:
                 with log.phase("load checkpoint"):
-                    tickets.load_state_dict(state["sampler"])
-                    await cluster.load(folder)
+                    loaded, state = await load_newest(cluster, checkpoints, log.note)
+                if loaded != done:
+                    done = loaded
+                    log.rewind(done)
+                tickets.rewind(done * updates_per_step, state["sampler"])
+                await saver.rewind(done)
             with log.phase("first weight sync"):
                 await cluster.sync_weights(done * updates_per_step, verify=True)
             checkpoints.clear(after=done)  # only now: the run has come as far as starting
             log.started()
             log.log_changes(changes)
             saver.updated(done)
-            run = TrainingRun(config, cluster, log, saver, sets, tickets, done, updates_per_step, stop, confirm)
+            run = TrainingRun(
+                config, cluster, log, saver, checkpoints, sets, tickets, begun, done, updates_per_step, stop, confirm
+            )
             try:
                 await run.evaluate(done)
                 stop.polite(log.note)
@@ -135,24 +146,79 @@ class TrainingRun:
     cluster: Cluster
     log: RunLog
     saver: Saver
+    checkpoints: Checkpoints
     sets: QuestionSets
     tickets: Tickets[list[Trajectory]]
-    done: int  # steps before this start
+    begun: dict[str, Any]  # state of the tickets before the first step
+    done: int  # steps
     updates_per_step: int
     stop: StopRequest
     confirm: Callable[
         [Callable[[], None]], None
     ]  # before a step is written; where that must not be, calls its argument and raises
-    _updates: int = field(init=False)  # that the engines have: the version of their weights
+    _updates: int = field(init=False)  # that the engines have
+    _given_up: int = field(init=False, default=0)  # versions of weights that the run went back from: no number is used twice
+    _first: int = field(init=False)  # step whose weights are verified
     _evaluation: "asyncio.Task[None] | None" = field(init=False, default=None)  # beside the next step's rollout
 
     def __post_init__(self) -> None:
-        self._updates = self.done * self.updates_per_step
+        self._updates, self._first = self.done * self.updates_per_step, self.done + 1
 
     @property
-    def steps(self) -> range:
-        """The steps to do, counted from 1."""
-        return range(self.done + 1, self.config.steps + 1)
+    def steps(self) -> Iterator[int]:
+        """The steps to do, counted from 1; after a return to a checkpoint, those since then again."""
+        while self.done < self.config.steps:
+            yield self.done + 1
+
+    @property
+    def _version(self) -> int:
+        """Of the engines' weights."""
+        return self._updates + self._given_up
+
+    @asynccontextmanager
+    async def surviving(self) -> AsyncIterator[None]:
+        """A step during which processes may fail: the team then goes back to its last checkpoint, and the step ends here.
+
+        Raises:
+            RestartsExhausted: it has gone back too often.
+        """
+        try:
+            yield
+        except ProcessLost as lost:
+            with self.log.phase("restart"):
+                await self._go_back(str(lost))
+
+    async def _go_back(self, problem: str) -> None:
+        """New processes with the last checkpoint, or with the weights that the run began with, and the questions since then.
+
+        The version numbers of the engines' weights go on rising.
+        """
+        self.confirm(self.log.abandon)
+        await self.drop_evaluation()
+        await self.tickets.abandon()
+        while True:
+            self.cluster.restarts.team(self.done, problem)
+            self.log.log_restart("team", problem)
+            try:
+                await self.cluster.rebuild()
+                step, state = 0, {"sampler": self.begun}
+                await self.saver.rewind(step)
+                if self.checkpoints.resumable():
+                    step, state = await load_newest(self.cluster, self.checkpoints, self.log.note)
+                used, self._updates = self._version, step * self.updates_per_step
+                self._given_up = used + 1 - self._updates
+                await self.cluster.sync_weights(self._version, verify=True)
+                break
+            except (ProcessFailure, WeightSyncError) as failure:
+                problem = str(failure)
+        self.confirm(self.log.abandon)
+        self.checkpoints.clear(after=step)
+        self.done, self._first = step, step + 1
+        self.tickets.rewind(self._updates, state["sampler"])
+        await self.saver.rewind(step)
+        self.log.rewind(step)
+        self.log.note(f"goes on {f'from {self.checkpoints.complete()[-1].name}' if step else 'from the beginning'}")
+        await self.evaluate(step)
 
     def questions(self, draw: Draw, count: int) -> list[Question]:
         """So many training questions, of the indices that `draw` gives."""
@@ -187,7 +253,7 @@ class TrainingRun:
         staleness = self.config.algorithm.staleness
         if not staleness:
             await self.end_evaluation()
-        ages = token_ages(batch, self._updates, self.cluster.trainable)
+        ages = token_ages(batch, self._version, self.cluster.trainable)
         assert ((ages >= 0) & (ages <= staleness)).all(), f"ages {ages.unique().tolist()} with algorithm.staleness={staleness}"
         return ages
 
@@ -201,7 +267,7 @@ class TrainingRun:
         if self.config.deterministic:
             await self.tickets.settle()
         self._updates += 1
-        await self.cluster.sync_weights(self._updates, verify=step == self.steps[0])
+        await self.cluster.sync_weights(self._version, verify=step == self._first)
         self.tickets.published(self._updates)
         if self.config.algorithm.staleness and not self.config.deterministic:
             self.tickets.admit()
@@ -224,6 +290,8 @@ class TrainingRun:
         last = step == config.steps
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             await self.saver.save()
+        if last:
+            await self.saver.settle()  # as long as the team can go back for it
         if problem and not last:
             raise UnhealthyRun(problem)
         if not self.stop.requested:
@@ -232,6 +300,7 @@ class TrainingRun:
             await self.saver.save()
             await self.saver.settle()
             sys.exit(f"stopped by {self.stop.requested} after step {step}; {_continuing(config)} from there")
+        self.done = step
 
     async def evaluate(self, step: int) -> None:
         """Evaluate after `step` steps where that is due: beside the next step's rollout, which has the same weights.
@@ -262,6 +331,34 @@ class TrainingRun:
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.gather(self._evaluation, return_exceptions=True)
+            self._evaluation = None
+
+
+async def load_newest(cluster: Cluster, checkpoints: Checkpoints, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Restore every actor from the newest checkpoint that can be; those that cannot are said.
+
+    Returns:
+        Its steps and its state.
+
+    Raises:
+        CheckpointError: none can be loaded; they are where they were.
+        ProcessLost: an actor rank died.
+    """
+    readable = checkpoints.readable()
+    damaged = [folder for folder in checkpoints.resumable() if folder not in [other for other, _ in readable]]
+    problems = [f"{folder / 'state.json'} is damaged" for folder in damaged if not readable or folder > readable[-1][0]]
+    for folder, state in reversed(readable):
+        for problem in problems:
+            note(f"warning: {problem}; tries {folder.name}, the checkpoint before")
+        try:
+            await cluster.load(folder)
+            return state["step"], state
+        except ProcessLost:
+            raise
+        except ProcessFailure as failure:
+            problems = [f"{folder} cannot be loaded: {failure}"]
+            await cluster.rebuild()  # what it has read of it is not to stay, nor ranks that wait for one that failed
+    raise CheckpointError(f"{'; '.join(problems)}; there is no checkpoint before it; resume=never begins again")
 
 
 def _continuing(config: RunConfig) -> str:

@@ -47,6 +47,17 @@ def test_a_step_can_be_saved_again(checkpoints):
     assert len(checkpoints.complete()) == 1
 
 
+def test_a_damaged_state_is_passed_over_and_refused_only_where_there_is_no_other(checkpoints):
+    for step in (1, 2):
+        save(checkpoints, step, {"seed": 0})
+    (checkpoints.complete()[1] / "state.json").write_text("{")
+    folder, state, _ = checkpoints.latest({"seed": 0})
+    assert folder.name == "step_000001" and state["step"] == 1
+    (folder / "state.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"step_000001/state.json, .*step_000002/state.json is damaged; .*resume=never"):
+        checkpoints.latest({"seed": 0})
+
+
 def test_no_checkpoint_is_no_error(checkpoints):
     assert checkpoints.latest({}) is None
 

@@ -7,12 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_drmas.checkpointing import CheckpointError, Checkpoints
+from megatron_drmas.cluster.process import ProcessFailure, ProcessLost
 from megatron_drmas.config.load import compose_config
 from megatron_drmas.data.question_sets import QuestionSets
 from megatron_drmas.data.questions import load_questions
+from megatron_drmas.data.sampler import QuestionSampler
 from megatron_drmas.observability.health import UnhealthyRun
+from megatron_drmas.rollout.tickets import Tickets
 from megatron_drmas.team.trajectory import Trajectory
-from megatron_drmas.training_run import TrainingRun
+from megatron_drmas.training_run import TrainingRun, load_newest
+from megatron_drmas.weight_sync.errors import WeightSyncError
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def run_of(tmp_path):
             await work
 
         stop = SimpleNamespace(unless_requested=unless_requested)
-        return TrainingRun(config, cluster, log, None, sets, None, 0, 1, stop, None), go, logged
+        return TrainingRun(config, cluster, log, None, None, sets, None, {}, 0, 1, stop, None), go, logged
 
     return make
 
@@ -101,3 +106,96 @@ def test_one_that_is_not_over_when_the_run_ends_is_left_to_its_continuation(run_
         assert logged == ["beside: evaluate (sampled)"]
 
     asyncio.run(main())
+
+
+class Loading:
+    """A cluster that cannot load some checkpoints, and has to be rebuilt after it has tried."""
+
+    def __init__(self, fails):
+        self.fails, self.tried, self.broken = fails, [], False
+
+    async def load(self, folder):
+        assert not self.broken
+        self.tried.append(folder.name)
+        if folder.name in self.fails:
+            self.broken = True
+            raise self.fails[folder.name]
+
+    async def rebuild(self):
+        self.broken = False
+
+
+def load_from(tmp_path, steps, fails):
+    checkpoints, said = Checkpoints(tmp_path / "checkpoints", keep=9), []
+    for step in steps:
+        checkpoints.begin(step)
+        checkpoints.commit(step, {"config": {}, "sampler": {"cursor": step}, "healthy": True})
+    cluster = Loading(fails)
+    return checkpoints, cluster, said, lambda: asyncio.run(load_newest(cluster, checkpoints, said.append))
+
+
+def test_what_cannot_be_loaded_is_passed_over_and_said(tmp_path):
+    bad = ProcessFailure("actor 0: load failed: no such tensor")
+    checkpoints, cluster, said, load = load_from(tmp_path, (1, 2, 3, 4), {"step_000003": bad})
+    (checkpoints.complete()[3] / "state.json").write_text("{")
+    assert load() == (2, {"step": 2, "sampler": {"cursor": 2}, "config": {}}) and not cluster.broken
+    assert cluster.tried == ["step_000003", "step_000002"]
+    assert "step_000004/state.json is damaged; tries step_000003" in said[0]
+    assert "step_000003 cannot be loaded: actor 0: load failed: no such tensor; tries step_000002" in said[1]
+
+
+def test_nothing_that_can_be_loaded_ends_the_run_and_a_lost_rank_blames_no_checkpoint(tmp_path):
+    bad = ProcessFailure("actor 0: load failed")
+    *_, load = load_from(tmp_path, (1, 2), {"step_000001": bad, "step_000002": bad})
+    with pytest.raises(CheckpointError, match="step_000001 cannot be loaded: .* no checkpoint before it; resume=never"):
+        load()
+    _, cluster, _, load = load_from(tmp_path / "other", (1, 2), {"step_000002": ProcessLost("actor 0: died")})
+    with pytest.raises(ProcessLost):
+        load()
+    assert cluster.tried == ["step_000002"]
+
+
+def test_after_a_return_the_steps_since_the_checkpoint_are_done_again_and_versions_rise(run_of, tmp_path):
+    """A rank dies in step 3, one more while the team goes back to step 1, and the run goes on to its end."""
+    checkpoints, cluster, said, _ = load_from(tmp_path, (1,), {})
+    published, counted, rewound = [], [], []
+
+    async def sync_weights(version, verify):
+        published.append((version, verify))
+        if len(published) == 3:
+            raise WeightSyncError("actor 0 did not answer")
+
+    async def rewind(step):
+        rewound.append(step)
+
+    async def main():
+        run, *_ = run_of("evaluation.every=0", "evaluation.after=false")
+        cluster.sync_weights, cluster.config, cluster.collector = sync_weights, run.config, run.cluster.collector
+        cluster.restarts = SimpleNamespace(team=lambda done, problem: counted.append((done, problem)))
+        run.cluster, run.checkpoints, run.confirm = cluster, checkpoints, lambda _: None
+        run.saver = SimpleNamespace(rewind=rewind)
+        run.tickets = Tickets(QuestionSampler(9, 0, True), 0, 3)
+        run.begun = run.tickets.state_dict()
+        checkpoints.begin(1)
+        checkpoints.commit(1, {"config": {}, "sampler": run.begun, "healthy": True})
+        run.log = SimpleNamespace(
+            phase=lambda _: contextlib.nullcontext(),
+            abandon=None,
+            log_restart=lambda *_: None,
+            note=said.append,
+            rewind=lambda _: None,
+        )
+        attempts = []
+        for step in run.steps:
+            async with run.surviving():
+                attempts.append(step)
+                if attempts == [1, 2, 3]:
+                    raise ProcessLost("actor 1: died")
+                await run.sync_weights(step)
+                run.done = step
+        return attempts
+
+    assert asyncio.run(main()) == [1, 2, 3, 2, 3]
+    assert published == [(1, True), (2, False), (3, True), (4, True), (5, True), (6, False)]
+    assert [done for done, _ in counted] == [2, 2] and "did not answer" in counted[1][1]
+    assert rewound == [0, 0, 1] and said[-1] == "goes on from step_000001"

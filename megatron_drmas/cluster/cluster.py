@@ -1,10 +1,15 @@
-"""All processes of a run: started together, supervised, ended together."""
+"""All processes of a run: started together, supervised, ended together.
+
+An engine that fails is replaced while its callers wait.  When anything else of the team fails, `rebuild` replaces all of it, and
+who drives the cluster goes on from its last checkpoint.
+"""
 
 import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,21 +23,25 @@ from megatron_drmas.cluster.device_pool import DevicePool
 from megatron_drmas.cluster.fork_server import ForkServer
 from megatron_drmas.cluster.machine import gpu_memory, object_store_bytes
 from megatron_drmas.cluster.placement import place, resolve_device
-from megatron_drmas.cluster.policy_runtime import PolicyRuntime, process_environment
-from megatron_drmas.cluster.process import ProcessFailure
+from megatron_drmas.cluster.policy_runtime import PolicyRuntime
+from megatron_drmas.cluster.process import ProcessFailure, ProcessLost, TeamLost
+from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.ray_start import RaySession, make_folder, named_cluster
 from megatron_drmas.cluster.schedule import PoolOverflow, step_schedule
+from megatron_drmas.cluster.supervision import Restarts, RestartsExhausted
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.schema import RunConfig
 from megatron_drmas.devices import DEVICES
 from megatron_drmas.environments.base import ENVIRONMENTS, Environment, Place, ServiceFailure
-from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
+from megatron_drmas.rollout.client import EngineErrors, EngineHandle, EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collector import Collector
+from megatron_drmas.rollout.engine_health import EngineHealth
 from megatron_drmas.rollout.tokenizer import ChatTokenizer
 from megatron_drmas.team.team import Team
 from megatron_drmas.weight_sync.errors import WeightSyncError
 
-FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, WeightSyncError, PoolOverflow)  # what ends a run by its name
+# What ends a run by its name.
+FAILURES = (ProcessFailure, ServiceFailure, EngineTimeout, EngineErrors, WeightSyncError, PoolOverflow, RestartsExhausted)
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 
@@ -71,12 +80,16 @@ class Cluster:
         self.collector: Collector
         self.policies: dict[str, PolicyRuntime] = {}
         self.pool: DevicePool
+        self.restarts = Restarts(config.cluster.restarts)
         self._unchanged: set[str] = set()  # trainable policies that the latest update left as they were
         self._phase = phase
         self._note = note
         self._restarted = restarted
         self._actors = actors
         self._stack = contextlib.AsyncExitStack()
+        self._clients = contextlib.AsyncExitStack()
+        self._replacing = asyncio.Lock()  # an engine that shares devices
+        self._generating = True  # as long as the actors and engines that share devices stay as they are
         self._servers: dict[str, ForkServer] = {}  # by role
 
     async def __aenter__(self) -> "Cluster":
@@ -121,22 +134,104 @@ class Cluster:
             stop_ids = tokenizers[name].stop_ids
             self.policies[name] = PolicyRuntime(name, config, stop_ids, device, placement, bundles, logs, self._py_executable)
             self._stack.push_async_callback(self.policies[name].stop)
+        self._crowded = any(len(set(policies)) > 1 for policies in placement.crowded().values())
+        self._device, self._environment, self._tokenizers = device, environment, tokenizers
+        self._stack.push_async_callback(self._close_clients)
         with self._phase("start actors and engines"):
-            if any(len(set(policies)) > 1 for policies in placement.crowded().values()):
-                for policy in self.policies.values():  # each measures a device that it has for itself
-                    await policy.start()
-            else:
-                await together(policy.start() for policy in self.policies.values())
-            self.pool = self._pool(device)
+            await self._start_policies()
         if begun:
             await self._enter(environment)
         if not self.trainable:
             await self.pool.enter(self.pool.schedule.generating)
-        clients = {}
+        await self._open_collector()
+
+    async def _start_policies(self) -> None:
+        if self._crowded:
+            for policy in self.policies.values():  # each measures a device that it has for itself
+                await policy.start()
+        else:
+            await together(policy.start() for policy in self.policies.values())
+        self.pool = self._pool(self._device)
+
+    async def _open_collector(self) -> None:
+        config, clients = self.config, {}
         for name, policy in self.policies.items():
-            client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, lockstep=config.deterministic)
-            clients[name] = await self._stack.enter_async_context(client)
-        self.collector = Collector(Team.from_config(config.team), environment, clients, tokenizers, config.rollout, config.seed)
+            recover = partial(self._replace_engine, name)
+            client = PolicyClient(name, policy.engine_handles(), config.rollout.timeout_s, config.deterministic, recover)
+            clients[name] = await self._clients.enter_async_context(client)
+        team = Team.from_config(config.team)
+        self.collector = Collector(team, self._environment, clients, self._tokenizers, config.rollout, config.seed)
+
+    async def _close_clients(self) -> None:
+        await self._clients.aclose()
+
+    async def rebuild(self) -> None:
+        """Kill every actor and engine, and start others in their places, with the model folders' weights.
+
+        Who waits for one of the old ones is to be cancelled before; `load`, if there is a checkpoint, and `sync_weights` are
+        to follow.
+
+        Raises:
+            ProcessFailure: one of them did not start.
+        """
+        await self._close_clients()
+        await together(policy.end() for policy in self.policies.values())
+        self._unchanged = set()
+        await self._start_policies()
+        await self._open_collector()
+
+    async def _replace_engine(self, name: str, index: int, health: EngineHealth, error: Exception) -> EngineHandle:
+        """Start an engine again that has failed, and give it its policy's weights.
+
+        Raises:
+            RestartsExhausted: it has been started again as often as it may.
+            TeamLost: the team has to be rebuilt for it.
+        """
+        policy = self.policies[name]
+        engine = policy.engine_name(index)
+        policy.take_down(index)
+        problem = str(error) if engine in str(error) else f"{engine}: {error}"
+        if policy.joined:
+            raise TeamLost(f"{problem}; its transport joins all engines in one group, which one cannot enter again") from error
+        while True:
+            self.restarts.engine(engine, problem)
+            self._restarted(engine, problem)
+            health.restarting()
+            try:
+                handle = await self._replacement(policy, index, health)
+                health.updated()
+                return handle
+            except TeamLost:
+                raise
+            except (ProcessFailure, WeightSyncError) as failure:
+                if isinstance(failure, WeightSyncError) and await policy.lost_actors():
+                    raise TeamLost(str(failure)) from failure
+                health.died()
+                problem = str(failure)
+
+    async def _replacement(self, policy: PolicyRuntime, index: int, health: EngineHealth) -> EngineHandle:
+        """A new process for an engine, with the policy's weights."""
+        if not policy.takes_turns:
+            handle = await policy.replace_engine(index)
+            health.started()
+            await policy.refresh_engine(index)
+            return handle
+        async with self._replacing:
+            if not self._generating:
+                raise TeamLost(f"{policy.engine_name(index)}: failed when its devices were in use by others")
+            clients = self.collector.clients.values()
+            try:
+                await together(client.hold() for client in clients)
+                async with self.pool.vacated(policy.name):
+                    handle = await policy.replace_engine(index)
+                    health.started()
+                    if policy.has_actor:
+                        await self.pool.meet(policy.name)
+                        await policy.sync_weights(policy.version, verify=True)
+                return handle
+            finally:
+                for client in clients:
+                    client.release()
 
     async def _py_executable(self, role: str) -> str | None:
         """What Ray starts the processes of a role with; None: this Python.
@@ -189,6 +284,8 @@ class Cluster:
             rows = batch.select(batch.trainable & (batch.policy == batch.policies.index(name)))
             if len(rows):
                 shares[name] = rows
+        async with self._replacing:  # until it has its devices no more
+            self._generating = False
         self._unchanged = self.trainable.keys() - shares.keys()
         metrics: dict[str, dict] = {}
         for phase in self.pool.schedule.phase("update"):
@@ -210,10 +307,29 @@ class Cluster:
             names = [name for name in phase.policies if name not in self._unchanged]
             if names:
                 await self.pool.enter(phase, idle=self._unchanged)
-                await together(self.policies[name].sync_weights(version, verify) for name in names)
+                await together(self._publish(self.policies[name], version, verify) for name in names)
         await self.pool.enter(self.pool.schedule.generating)
         await together(self.policies[name].set_version(version) for name in self._unchanged)
-        self._unchanged = set()
+        self._unchanged, self._generating = set(), True
+
+    async def _publish(self, policy: PolicyRuntime, version: int, verify: bool) -> None:
+        """Bring a policy's engines to its actor's weights; those that turn out to have failed are replaced, and get them then."""
+        while True:
+            try:
+                await policy.sync_weights(version, verify)
+                return
+            except WeightSyncError as error:
+                if await policy.lost_actors():
+                    raise ProcessLost(str(error)) from error
+                lost = await policy.lost_engines()
+                if not lost:
+                    raise
+                if policy.takes_turns:
+                    raise ProcessLost(str(error)) from error
+                for index in lost:
+                    policy.take_down(index)
+                    self.collector.clients[policy.name].broken(index, error)
+                verify = True
 
     async def begin_save(self, folder: Path) -> None:
         """Copy what every actor's checkpoint holds, and begin to write it to folder/<policy>.
@@ -240,7 +356,7 @@ class Cluster:
             await together(work(policy, folder / name) for name, policy in self.trainable.items())
             return
         for name, policy in self.trainable.items():
-            async with self.pool.lend(name):
+            async with self._replacing, self.pool.lend(name):
                 await work(policy, folder / name)
 
     def _pool(self, device: str) -> DevicePool:

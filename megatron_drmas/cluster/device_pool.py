@@ -83,6 +83,24 @@ class DevicePool:
         yield
         await self._go("returning", [policy], before, keep)
 
+    @asynccontextmanager
+    async def vacated(self, policy: str) -> AsyncIterator[None]:
+        """The devices of a policy's engines empty, so that one of them can be started as at first; it comes asleep, as the others
+        are, and afterwards everything is as it was."""
+        before, everyone = dict(self._states), self.schedule.residents.values()
+        engines = next(each for each in everyone if (each.policy, each.role) == (policy, "engines"))
+        states = before | {each.name: State.AWAY for each in everyone if each.gpus & engines.gpus}
+        keep = {each.policy for each in everyone}
+        await self._go("vacating", [policy], states, keep)
+        yield
+        await self._go("returning", [policy], before, keep)
+
+    async def meet(self, policy: str) -> None:
+        """A policy's actor and engines as they are when weights go from one to the other; nothing else moves."""
+        phase = next(phase for phase in self.schedule.phase("sync") if policy in phase.policies)
+        own = {name: state for name, state in phase.states.items() if self.schedule.residents[name].policy == policy}
+        await self._go("meeting", [policy], dict(self._states) | own, [policy])
+
     async def _go(self, what: str, policies: Collection[str], states: Mapping[str, State], keep: Collection[str]) -> None:
         async with self._lock:
             self.schedule.check(what, policies, states)

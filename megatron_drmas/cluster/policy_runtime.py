@@ -1,7 +1,6 @@
 """One policy's processes: its Megatron actor ranks and its vLLM engines."""
 
 import asyncio
-import os
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,20 +9,20 @@ from typing import Any, NoReturn
 import ray
 
 from megatron_drmas.actor.actor_process import ActorProcess
-from megatron_drmas.actor.precision import environment
 from megatron_drmas.actor.settings import ActorSettings
 from megatron_drmas.batch import TurnBatch
 from megatron_drmas.cluster.placement import Placement, Slot, gpus_of, sending_ranks
-from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess
+from megatron_drmas.cluster.process import ProcessFailure, RemoteProcess, TeamLost
+from megatron_drmas.cluster.process_environment import process_environment
 from megatron_drmas.cluster.schedule import Gpu, Resident, State
+from megatron_drmas.cluster.supervision import on_all_ranks
 from megatron_drmas.concurrency import together
 from megatron_drmas.config.plugins import plugin_environment
 from megatron_drmas.config.schema import RunConfig
-from megatron_drmas.devices import DEVICES
 from megatron_drmas.rollout.engine import Engine
 from megatron_drmas.rollout.engine_messages import EngineSettings
 from megatron_drmas.rollout.engine_stream import TOKEN_BYTES, EngineStream
-from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, SyncStats, synchronize
+from megatron_drmas.weight_sync.synchronize import EngineCalls, SenderCalls, synchronize
 from megatron_drmas.weight_sync.transport import choose_transport
 
 SAVE_POLL_S = 0.1  # between two questions whether an actor's files are written; it answers between its calls
@@ -69,6 +68,10 @@ class PolicyRuntime:
         self._takes_turns = bool(own & placement.crowded().keys())
         self._bytes: dict[str, list[dict[State, int]]] = {}  # role -> of each slot's devices
         self._streams: dict[RemoteProcess[Engine], EngineStream] = {}
+        self._down: set[RemoteProcess[Engine]] = set()  # engines that are not to be used: they have failed, or are being replaced
+        self._version = 0  # of the weights that engines have
+        self._unpublished = False  # whether the actor has others
+        self._exclusive = asyncio.Lock()  # of what needs the actor's weights to stay as they are
 
         def process(kind: type, role: str, index: int, slot: Slot) -> RemoteProcess:
             return RemoteProcess(
@@ -96,6 +99,21 @@ class PolicyRuntime:
     def has_actor(self) -> bool:
         return bool(self._actors)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its processes share devices, and so come and go."""
+        return self._takes_turns
+
+    @property
+    def version(self) -> int:
+        """Of the weights that engines have."""
+        return self._version
+
+    @property
+    def joined(self) -> bool:
+        """Whether its processes have formed groups that none of them can leave or enter alone."""
+        return self._transport.joins and self.has_actor
+
     async def start(self) -> None:
         """Bring up every process; the actor with the model folder's weights.
 
@@ -103,13 +121,13 @@ class PolicyRuntime:
         actor goes to the host.
         """
         if self._takes_turns:
-            await self._start_engines()
+            await self._start_all_engines()
             await self.move_engines(State.ON_DEVICE, State.AWAY)
             if self._actors:
                 await self._start_actor()
                 await self.move_actor(State.ON_DEVICE, State.AWAY)
         else:
-            await together([self._start_engines(), self._start_actor()])
+            await together([self._start_all_engines(), self._start_actor()])
         if self._transport.joins and self._actors:
             timeout_s = self._config.cluster.start_timeout_s
             senders = [self._actors[rank] for rank in sending_ranks(self._policy.parallel)]
@@ -123,8 +141,9 @@ class PolicyRuntime:
                 ]
             )
 
-    async def _start_engines(self) -> None:
-        await self._launch("engine", self._engines)
+    async def _start_engines(self, engines: list[RemoteProcess[Engine]]) -> list[dict]:
+        """Bring up engines; what `Engine.start` says of each."""
+        await self._launch("engine", engines)
         settings = EngineSettings(
             name=self.name,
             model=self._policy.model,
@@ -139,13 +158,16 @@ class PolicyRuntime:
             sleep=self._takes_turns,
         )
         timeout_s = self._config.cluster.start_timeout_s
-        await together(engine.build(timeout_s, settings) for engine in self._engines)
-        started = await together(engine.call(timeout_s, Engine.start) for engine in self._engines)
+        await together(engine.build(timeout_s, settings) for engine in engines)
+        started = await together(engine.call(timeout_s, Engine.start) for engine in engines)
+        await together(self._connect(engine) for engine in engines)
+        return started
+
+    async def _start_all_engines(self) -> None:
         self._bytes["engines"] = [
             {State.ON_DEVICE: held["weights"] + held["cache"], State.WEIGHTS: held["weights"], State.AWAY: 0}
-            for held in (each["bytes"] for each in started)
+            for held in (each["bytes"] for each in await self._start_engines(self._engines))
         ]
-        await together(self._connect(engine) for engine in self._engines)
 
     async def _connect(self, engine: RemoteProcess[Engine]) -> None:
         timeout_s = self._config.cluster.start_timeout_s
@@ -233,14 +255,21 @@ class PolicyRuntime:
 
     async def update(self, batch: TurnBatch, step: int) -> dict:
         """Optimizer steps on the policy's rows; the metrics of `PolicyActor.update`."""
-        return (await self._on_all_ranks(self._step_timeout_s, ActorProcess.update, ray.put(batch), step))[0]
+        async with self._exclusive:
+            self._unpublished = True
+            return (await self._on_all_ranks(self._step_timeout_s, ActorProcess.update, ray.put(batch), step))[0]
 
-    async def sync_weights(self, version: int, verify: bool) -> SyncStats:
+    async def sync_weights(self, version: int, verify: bool) -> None:
         """Bring the engines to the actor's weights, and compare them tensor by tensor if asked.
 
         Raises:
             WeightSyncError: names the rank, the engine or the tensor at fault.
         """
+        async with self._exclusive:
+            await self._send_weights(self._up, version, verify)
+            self._version, self._unpublished = version, False
+
+    async def _send_weights(self, targets: list[RemoteProcess[Engine]], version: int, verify: bool) -> None:
         timeout_s = self._config.cluster.sync_timeout_s
 
         def remote(process: RemoteProcess, method: Callable, *first: Any) -> Callable[..., Awaitable[Any]]:
@@ -256,11 +285,13 @@ class PolicyRuntime:
             for actor in self._actors
         ]
         methods = (Engine.begin_update, Engine.load_bucket, Engine.finish_update, Engine.weight_digests)
-        engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in self._engines]
-        return await synchronize(senders, engines, version, timeout_s, verify)
+        engines = [EngineCalls(engine.name, *(remote(engine, method) for method in methods)) for engine in targets]
+        if engines:
+            await synchronize(senders, engines, version, timeout_s, verify)
 
     async def set_version(self, version: int) -> None:
         """Let samples report a version without an update: the engines have its weights already."""
+        self._version = version
         await self._on_all_engines(Engine.set_version, version)
 
     async def begin_save(self, folder: Path) -> None:
@@ -295,6 +326,71 @@ class PolicyRuntime:
         """What a `PolicyClient` talks to."""
         return [self._streams[engine] for engine in self._engines]
 
+    def engine_name(self, index: int) -> str:
+        return self._engines[index].name
+
+    def take_down(self, index: int) -> None:
+        """Use an engine no more: it has failed."""
+        self._down.add(self._engines[index])
+
+    async def replace_engine(self, index: int) -> EngineStream:
+        """Kill an engine and bring up another in its place, with the model folder's weights; it is asleep where GPUs are shared.
+
+        Raises:
+            ProcessFailure: it did not start.
+        """
+        engine = self._engines[index]
+        self._down.add(engine)
+        if engine in self._streams:
+            self._streams.pop(engine).close()
+        await engine.end()
+        await self._start_engines([engine])
+        if self._takes_turns:
+            await engine.call(self._config.cluster.sync_timeout_s, Engine.sleep, True)
+            self._down.discard(engine)  # it moves with the others, and gets its weights with them
+        return self._streams[engine]
+
+    async def refresh_engine(self, index: int) -> None:
+        """Give an engine that was replaced the weights that the others have, and compare them tensor by tensor.
+
+        Raises:
+            WeightSyncError: names the rank, the engine or the tensor at fault.
+            TeamLost: the actor has others, and they are not published in time.
+        """
+        engine, timeout_s = self._engines[index], self._config.cluster.sync_timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.has_actor and engine in self._down:
+            async with self._exclusive:
+                if not self._unpublished:
+                    await self._send_weights([engine], self._version, verify=True)
+                    self._down.discard(engine)
+                    return
+            if asyncio.get_running_loop().time() > deadline:  # they may wait for what this engine has not finished
+                raise TeamLost(
+                    f"{engine.name}: failed while its actor was updated, and no weights were published in {timeout_s:g} s"
+                )
+            await asyncio.sleep(SAVE_POLL_S)
+        self._down.discard(engine)
+
+    async def lost_actors(self) -> list[str]:
+        """The actor ranks that do not answer."""
+        found = await asyncio.gather(*(actor.doing() for actor in self._actors))
+        return [actor.name for actor, doing in zip(self._actors, found) if doing is None]
+
+    async def lost_engines(self) -> list[int]:
+        """The engines that do not work, of those that should."""
+        engines = self._up
+        found = await asyncio.gather(*(each.call(LOST_TIMEOUT_S, Engine.stats) for each in engines), return_exceptions=True)
+        return [self._engines.index(engine) for engine, stats in zip(engines, found) if isinstance(stats, BaseException)]
+
+    async def end(self) -> None:
+        """Kill all processes with what they have started, and wait until they are gone; `start` may follow."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams = {}
+        await together([*(actor.end() for actor in self._actors), *(engine.end() for engine in self._engines)])
+        self._down, self._exclusive, self._unpublished = set(), asyncio.Lock(), False
+
     async def stop(self) -> None:
         """End all processes."""
         for stream in self._streams.values():
@@ -302,36 +398,13 @@ class PolicyRuntime:
         for process in self._actors + self._engines:
             process.kill()
 
+    @property
+    def _up(self) -> list[RemoteProcess[Engine]]:
+        return [engine for engine in self._engines if engine not in self._down]
+
     async def _on_all_engines(self, method: Callable[..., Awaitable[None]], *args: Any) -> None:
-        await together(engine.call(self._config.cluster.sync_timeout_s, method, *args) for engine in self._engines)
+        await together(engine.call(self._config.cluster.sync_timeout_s, method, *args) for engine in self._up)
 
     async def _on_all_ranks(self, timeout_s: float, method: Callable, *args: Any) -> list[Any]:
-        return await together(actor.call(timeout_s, method, *args) for actor in self._actors)
-
-
-def process_environment(role: str, config: RunConfig, device_name: str, devices: tuple[int, ...] = ()) -> dict[str, str]:
-    """Variables of a process that must be set before torch, Megatron or vLLM are imported.
-
-    Args:
-        role: actor | engine.
-        config: the run.
-        device_name: cpu | cuda.
-        devices: that the process may use, counted from 0 among those that its machine lets it see.
-    """
-    device, cluster = DEVICES[device_name], config.cluster
-    threads = (cluster.actor_threads if role == "actor" else cluster.engine_threads) or 1  # `fit_to_machine` gives more
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
-        **device.environment(devices, threads),
-    }
-    if not os.environ.get("RAY_ADDRESS"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if role == "engine":
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        variables |= device.engine_environment(threads)
-    if role == "actor":
-        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(config.precision)}
-    return variables
+        calls = [actor.call(timeout_s, method, *args) for actor in self._actors]
+        return await on_all_ranks(self._actors, method.__name__, calls)

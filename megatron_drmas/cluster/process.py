@@ -1,6 +1,7 @@
 """One supervised process: a Ray actor, its name, its log file, and errors that mention both."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -8,6 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
+from megatron_drmas.cluster.whereabouts import TOKEN_BYTES, Doing, Whereabouts, ask, kill_group
 from megatron_drmas.cluster.worker import AsyncWorker, Worker
 
 T = TypeVar("T")
@@ -17,6 +19,18 @@ R = TypeVar("R")
 
 class ProcessFailure(RuntimeError):
     """A process of the run died, raised, or did not answer in time."""
+
+
+class ProcessLost(ProcessFailure):
+    """A process of the run died, or did not answer in time: another may take its place."""
+
+
+class TeamLost(ProcessLost):
+    """A process that cannot be replaced alone."""
+
+
+class ProcessSilent(ProcessLost):
+    """A process that did not answer in time; it may still be there."""
 
 
 class RemoteProcess(Generic[T]):
@@ -51,11 +65,13 @@ class RemoteProcess(Generic[T]):
                 placement_group=bundle[0], placement_group_bundle_index=bundle[1]
             )
         self._worker, self._options = ray.remote(AsyncWorker if asynchronous else Worker), options
-        self._arguments = str(log.resolve()), environment
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._arguments = str(log.resolve()), environment, self._token
         self._handle: Any = None
+        self._where: Whereabouts | None = None
 
     def launch(self, py_executable: str | None = None) -> None:
-        """Have Ray start the process; at once, before any call.
+        """Have Ray start the process; at once, before any call, and again after `end`.
 
         Args:
             py_executable: what Ray starts it with; None: this Python.
@@ -70,6 +86,7 @@ class RemoteProcess(Generic[T]):
 
     async def build(self, timeout_s: float, *args: Any) -> None:
         """Construct the object with `args`."""
+        self._where = await self._wait("whereabouts", self._handle.whereabouts.remote(), timeout_s)
         await self._wait("build", self._handle.build.remote(self._kind, *args), timeout_s)
 
     @overload
@@ -90,26 +107,39 @@ class RemoteProcess(Generic[T]):
         name = method.__name__
         return await self._wait(name, self._handle.call.remote(name, *args, **kwargs), timeout_s)
 
+    async def doing(self) -> Doing | None:
+        """What its main thread does; None if it does not answer."""
+        return None if self._where is None else await ask(self._where, self._token)
+
     def kill(self) -> None:
         """End the process at once."""
         if self._handle is not None:
             ray.kill(self._handle)
 
+    async def end(self) -> None:
+        """Kill the process with all that it has started, and wait until they are gone."""
+        where, self._where = self._where, None
+        if where is not None:
+            await kill_group(where)
+        self.kill()
+
     async def _wait(self, method: str, ref: ray.ObjectRef, timeout_s: float) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
         except TimeoutError as error:
-            raise ProcessFailure(f"{self.name}: {method} did not end in {timeout_s:g} s; log: {self.log}") from error
+            raise ProcessSilent(f"{self.name}: {method} did not end in {timeout_s:g} s; log: {self.log}") from error
         except RayTaskError as error:
             raise ProcessFailure(f"{self.name}: {method} failed: {_last_line(error)}; log: {self.log}") from error
         except OutOfMemoryError as error:
-            raise ProcessFailure(
+            raise ProcessLost(
                 f"{self.name}: Ray ended it during {method} because the machine ran out of memory; log: {self.log}"
             ) from error
         except RayError as error:
-            raise ProcessFailure(f"{self.name}: died during {method}: {_last_line(error)}; log: {self.log}") from error
+            raise ProcessLost(f"{self.name}: died during {method}: {_last_line(error)}; log: {self.log}") from error
 
 
 def _last_line(error: RayError) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else None
-    return f"{type(cause).__name__}: {cause}".split("\n")[0] if cause is not None else str(error).strip().split("\n")[-1]
+    if cause is not None:
+        return f"{type(cause).__name__}: {cause}".split("\n")[0]
+    return str(error).strip().split("\n")[-1].partition(" Some common causes")[0]

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import ray
 
+from megatron_drmas.cluster.whereabouts import Whereabouts, answer_questions
 from megatron_drmas.config.plugins import import_plugins_of_process
 
 SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -27,9 +28,10 @@ class Worker:
     Args:
         log: file that takes the process's output.
         environment: variables to set; CUDA_VISIBLE_DEVICES counts among the GPUs that the machine lets this process see.
+        token: of who may ask what the process is doing.
     """
 
-    def __init__(self, log: str, environment: dict[str, str]):
+    def __init__(self, log: str, environment: dict[str, str], token: bytes):
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
@@ -43,12 +45,20 @@ class Worker:
             if name not in os.environ and (interface := interface_of(ray.util.get_node_ip_address())):
                 os.environ[name] = interface  # by host name, Gloo and NCCL may find a loopback
         self._object: Any = None
+        self._token = token
 
     def address(self) -> tuple[str, int]:
         """An address of this machine and a port that is free on it."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+    def whereabouts(self) -> Whereabouts:
+        """Where the process is; from then on it answers what it is doing."""
+        host = ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        group = os.getpgrp() if os.getpgrp() == os.getpid() else None
+        port = answer_questions(host, self._token)
+        return Whereabouts(ray.get_runtime_context().get_node_id(), group, host, port)
 
     def build(self, kind: type, *args: Any) -> None:
         """Construct the object; what `kind`'s constructor imports sees the process's variables."""

@@ -295,6 +295,11 @@ class ClusterConfig:
     start_timeout_s: float = setting("Seconds that the start of Ray, an actor, an engine or a service may take", 300.0, minimum=1)
     sync_timeout_s: float = setting("Seconds that a weight update may take", 120.0, minimum=1)
     step_timeout_s: float = setting("Seconds that an actor's update, checkpoint or export may take", 1800.0, minimum=1)
+    restarts: int = setting(
+        "How often each engine is started again, and the team goes back to its last checkpoint, when processes fail; 0: never",
+        5,
+        minimum=0,
+    )
 
 
 @dataclass

@@ -16,7 +16,7 @@ EVENTS, RESULTS = ("start", "restart", "change"), ("step", "evaluation", "refuse
 
 
 class HistoryError(ValueError):
-    """A metrics.jsonl that cannot be read; the message names file and line."""
+    """A metrics.jsonl that cannot be read or written; the message names file and line."""
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -70,11 +70,22 @@ class History:
         return read_json_lines(self.path) if self.path.exists() else iter(())
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one line; on disk when this returns."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(to_json(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add one line; on disk when this returns.
+
+        Raises:
+            HistoryError: it could not be written.
+        """
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(to_json(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            what = f"{line['kind']} {line['step']}"
+            raise HistoryError(
+                f"{self.path}: the line of {what} could not be written: {error.strerror}; make room, and the same command "
+                "continues from the last checkpoint"
+            ) from error
 
     def cut(self, step: int) -> None:
         """Keep the events, and the results of no more than `step` steps."""

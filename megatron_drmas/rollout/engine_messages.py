@@ -72,7 +72,7 @@ class Sample:
         token_ids: sampled ids, int32, the stop token included.
         logprobs: float32, the log-probability of each under the distribution it was drawn from: after temperature and
             top-p; a greedy request's are at temperature 1.
-        finish_reason: stop | length | error.
+        finish_reason: stop | length; error: the engine's; refused: the request cannot be served by any engine.
         weight_versions: which weights sampled the response, as in `Turn`; an update while the request ran adds a span.
         error: why there is no usable response; the lists are empty then.
     """

@@ -91,7 +91,7 @@ class LLMCore:
             if error is None:
                 self._running.add(request.key)
             else:
-                refused.append(self._failed(request.key, error))
+                refused.append(self._failed(request.key, error, "refused"))
         return refused
 
     def step(self) -> list[Sample]:
@@ -252,6 +252,6 @@ class LLMCore:
             return self._failed(key, f"the engine names the weights {spans} (version, tokens) of {len(sample.token_ids)} tokens")
         return sample
 
-    def _failed(self, key: int, error: str) -> Sample:
+    def _failed(self, key: int, error: str, reason: str = "error") -> Sample:
         self.counts["errors"] += 1
-        return Sample(key, np.empty(0), np.empty(0), "error", [], error)
+        return Sample(key, np.empty(0), np.empty(0), reason, [], error)

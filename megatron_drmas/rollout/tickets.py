@@ -49,10 +49,20 @@ class Tickets(Generic[T]):
         try:
             yield
         finally:
-            tasks, self._open = list(self._open.values()), {}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.abandon()
+
+    async def abandon(self) -> None:
+        """End the sampling of every ticket."""
+        tasks, self._open = list(self._open.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def rewind(self, served: int, state: dict[str, Any]) -> None:
+        """Go on as after `served` updates, when `state_dict` was `state`; no ticket is being sampled."""
+        assert not self._open
+        self._served = self._next = served
+        self.load_state_dict(state)
 
     async def take(self) -> T:
         """What was sampled for the next update, when it is whole.

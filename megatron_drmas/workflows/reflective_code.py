@@ -1,6 +1,7 @@
 """A planner, a coder and a reflection on what the tests said, until all of them pass (UnityMAS-O's reflective coding)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_drmas.data.questions import Question
 from megatron_drmas.team.trajectory import Outcome, Turn
@@ -47,7 +48,7 @@ class ReflectiveCodeWorkflow(Workflow):
             planned = await context.call("planner", **shown)
             plan = planned.content or planned.text.strip()
             coded = await context.call("coder", plan=plan, **shown)
-            tests = {"passed": 0, "total": 1, "problem": "there is no program in the answer"}
+            tests: dict[str, Any] = {"passed": 0, "total": 1, "problem": "there is no program in the answer"}
             if coded.content is not None:
                 tests = await context.tool("run_tests", code=coded.content)
             before, share = share, tests["passed"] / tests["total"]

@@ -107,3 +107,23 @@ def test_who_left_and_still_holds_memory_is_named():
     )
     with pytest.raises(PoolOverflow, match=r"(actor|engines) of . still holds 3.00 GiB"):
         asyncio.run(pool.enter(pool.schedule.phase("update")[1]))
+
+
+def test_an_engine_is_started_again_on_devices_that_nobody_else_holds():
+    """Which are as they were afterwards; what shares none of them never moves."""
+    devices = Devices(step_schedule([*TEAM, *policy("far", [1])], None))
+    pool = devices.pool()
+
+    async def main():
+        await pool.enter(pool.schedule.generating)
+        before = dict(pool.states)
+        async with pool.vacated("b"):
+            away = {name for name, state in devices.there.items() if state == AWAY}
+            assert {name for name in away if "far" not in name} == {name for name in pool.states if "far" not in name}
+            assert devices.there["engines of far"] == before["engines of far"] == ON
+            await pool.meet("b")
+            assert [name for name, state in devices.there.items() if state == State.WEIGHTS] == ["actor of b", "engines of b"]
+        assert pool.states == before == devices.there
+        assert all(kept for name, kept in devices.kept.items() if "far" not in name), "engines that sleep keep their weights"
+
+    asyncio.run(asyncio.wait_for(main(), 10))

@@ -1,5 +1,6 @@
 """Files that a reader never sees half-written, and values that JSON can hold."""
 
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_drmas.observability.history import History, read_json_lines, write_atomically
+from megatron_drmas.observability.history import History, HistoryError, read_json_lines, write_atomically
 from megatron_drmas.observability.records import StepRecord, plain
 
 
@@ -29,6 +30,18 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.undo()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_line_that_the_disk_does_not_take_is_named(tmp_path, monkeypatch):
+    history = History(tmp_path / "metrics.jsonl")
+    history.append({"kind": "step", "step": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HistoryError, match=r"metrics.jsonl: the line of step 2 could not be written: No space left"):
+        history.append({"kind": "step", "step": 2})
 
 
 def test_a_reader_beside_the_writer_always_sees_a_whole_file(tmp_path):

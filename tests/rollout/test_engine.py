@@ -151,7 +151,7 @@ def test_a_response_ends_at_the_stop_token_and_holds_it(engine):
 def test_a_bad_request_is_its_own_error_and_nobody_elses(engine, bad, message):
     good = request(2, prompt(5))
     failed, sample = engine.generate([bad, good])
-    assert message in failed.error and failed.finish_reason == "error" and not len(failed.token_ids)
+    assert message in failed.error and failed.finish_reason == "refused" and not len(failed.token_ids)
     assert sample.error is None and len(sample.token_ids) == 8
 
 

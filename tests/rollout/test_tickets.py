@@ -135,3 +135,30 @@ def test_a_ticket_that_failed_is_raised_where_it_is_taken_and_the_rest_is_abando
     with pytest.raises(Failed):
         asyncio.run(run(3, 2, 5, fail_at=(1, questions(3, 6)[4])))
     assert asyncio.run(run(3, 2, 5))[0]
+
+
+def test_a_run_that_goes_back_trains_on_the_questions_since_then_again():
+    async def steps():
+        tickets = Tickets(QuestionSampler(SIZE, 0), 0, 9, staleness=2)
+
+        async def collect(update, draw):
+            return draw(QUESTIONS)
+
+        async def train(updates):
+            trained = []
+            for update in updates:
+                trained.append(await tickets.take())
+                tickets.published(update + 1)
+                states.append(tickets.state_dict())
+            return trained
+
+        states = []
+        async with tickets.running(collect):
+            first = await train(range(5))
+            tickets.admit()
+            await tickets.abandon()
+            tickets.rewind(2, states[1])
+            return first[2:], await train(range(2, 5))
+
+    before, after = asyncio.run(steps())
+    assert before == after
