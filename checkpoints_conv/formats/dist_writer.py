@@ -1,6 +1,7 @@
 """A Megatron distributed checkpoint (`torch_dist`), copied into place while torch is still being imported.
 
-One file per unit, named as by `torch.distributed.checkpoint`'s FileSystemWriter.
+One file per unit, named as by `torch.distributed.checkpoint`'s FileSystemWriter, which is as fast at 2.8 times the memory
+(`tools/bench/dist_checkpoint.py`, 0.5B).
 """
 
 import importlib

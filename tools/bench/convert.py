@@ -60,7 +60,11 @@ def sample_anonymous(process: subprocess.Popen, peak: list[int]) -> None:
     """Keep the largest RssAnon (KiB) of a running process in `peak[0]`."""
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
-        for line in status.read_text().splitlines():
+        try:
+            lines = status.read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return  # it has just ended
+        for line in lines:
             if line.startswith("RssAnon:"):
                 peak[0] = max(peak[0], int(line.split()[1]))
         time.sleep(0.02)
