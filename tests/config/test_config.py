@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -375,3 +376,30 @@ def test_the_command_says_one_line_and_fails():
     )
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "nosuch.key" in done.stderr
+
+
+STALE = ["algorithm.staleness=1", "algorithm.loss.mismatch.correction=truncate"]
+POOLS = ["cluster.device=cpu", "cluster.gpus_per_node=4", "+cluster.pools.train=2", "+cluster.pools.serve=2"]
+ACTORS = [f"policies.{name}.actor_pool=train" for name in ("qwen2", "llama")]
+ENGINES = [f"policies.{name}.engine_pool=serve" for name in ("qwen2", "llama")]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ([*STALE, "algorithm.loss.mismatch.correction=none"], "algorithm.staleness = 1: .*; set .*correction=truncate"),
+        ([*STALE, "algorithm=teamtr"], "algorithm.staleness = 1: with algorithm.sequential .*; use 0"),
+        ([*STALE, *POOLS[:2]], "algorithm.staleness = 1: .* share GPU 0 of node 0, GPU 2 of node 0; .*engine_pool"),
+        (
+            [*STALE, *POOLS, *ACTORS, ENGINES[0], "policies.llama.engine_pool=train"],
+            "algorithm.staleness = 1: .* share GPU 0 of node 0; ",
+        ),
+        ([*STALE, *POOLS, *ACTORS, *ENGINES], None),
+        (STALE, None),
+    ],
+)
+def test_staleness_needs_a_correction_and_engines_on_gpus_of_their_own(overrides, message):
+    """Actors may share GPUs with actors."""
+    config = compose_config("search_hetero", overrides)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        validate(config, files=False, machine=False)
