@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from megatron_drmas.cluster import supervision, whereabouts
@@ -128,6 +129,8 @@ def test_a_stopped_process_answers_nothing_and_its_whole_group_is_killed():
     where = Whereabouts("node", process.pid, "127.0.0.1", port)
     assert "<module>" in asyncio.run(ask(where, TOKEN)).place
     os.kill(process.pid, signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     assert asyncio.run(ask(where, TOKEN, 0.3)) is None
     reaping = threading.Thread(target=process.wait)
     reaping.start()
