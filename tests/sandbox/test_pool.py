@@ -89,7 +89,7 @@ ESCAPES = {
     "writes elsewhere": ("open('/usr/x', 'w')", OSError),
     "writes to the root": ("open('/x', 'w')", OSError),
     "reads the password file": ("open('/etc/passwd').read()", FileNotFoundError),
-    "reads a home": ("import os; os.listdir('/root')", FileNotFoundError),
+    "reads a home": ("import os; os.listdir('/home')", FileNotFoundError),
     "becomes the superuser": ("import os; os.setuid(0)", PermissionError),
     "kills its parent": ("import os; os.kill(os.getppid(), 9)", PermissionError),
     "traces its parent": ("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)", PermissionError),
