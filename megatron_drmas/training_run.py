@@ -263,9 +263,10 @@ class TrainingRun:
         With `algorithm.staleness` they go on generating, and further tickets are admitted.  In deterministic mode they finish
         first, so that each ticket is sampled by one version.
         """
-        await self.end_evaluation()
-        if self.config.deterministic:
-            await self.tickets.settle()
+        with self.cluster.draining():
+            await self.end_evaluation()
+            if self.config.deterministic:
+                await self.tickets.settle()
         self._updates += 1
         await self.cluster.sync_weights(self._version, verify=step == self._first)
         self.tickets.published(self._updates)

@@ -170,6 +170,7 @@ def test_after_a_return_the_steps_since_the_checkpoint_are_done_again_and_versio
 
     async def main():
         run, *_ = run_of("evaluation.every=0", "evaluation.after=false")
+        cluster.draining = contextlib.nullcontext
         cluster.sync_weights, cluster.config, cluster.collector = sync_weights, run.config, run.cluster.collector
         cluster.restarts = SimpleNamespace(team=lambda done, problem: counted.append((done, problem)))
         run.cluster, run.checkpoints, run.confirm = cluster, checkpoints, lambda _: None

@@ -7,7 +7,7 @@ who drives the cluster goes on from its last checkpoint.
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -295,6 +295,17 @@ class Cluster:
                 results = await together(self.policies[name].update(shares[name], step) for name in names)
                 metrics |= dict(zip(names, results))
         return {name: metrics[name] for name in shares}
+
+    @contextlib.contextmanager
+    def draining(self) -> Iterator[None]:
+        """The next `sync_weights` waits for what engines were asked: one that waits for its weights must not be waited for."""
+        for policy in self.policies.values():
+            policy.draining = True
+        try:
+            yield
+        finally:
+            for policy in self.policies.values():
+                policy.draining = False
 
     async def sync_weights(self, version: int, verify: bool = False) -> None:
         """Bring every engine to its actor's weights, and let the team generate.

@@ -71,6 +71,7 @@ class PolicyRuntime:
         self._down: set[RemoteProcess[Engine]] = set()  # engines that are not to be used: they have failed, or are being replaced
         self._version = 0  # of the weights that engines have
         self._unpublished = False  # whether the actor has others
+        self.draining = False  # whether what engines have is to be finished before the actor's weights are published
         self._exclusive = asyncio.Lock()  # of what needs the actor's weights to stay as they are
 
         def process(kind: type, role: str, index: int, slot: Slot) -> RemoteProcess:
@@ -355,20 +356,17 @@ class PolicyRuntime:
 
         Raises:
             WeightSyncError: names the rank, the engine or the tensor at fault.
-            TeamLost: the actor has others, and they are not published in time.
+            TeamLost: the actor has others, which are published when this engine has finished what it was asked before.
         """
-        engine, timeout_s = self._engines[index], self._config.cluster.sync_timeout_s
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        engine = self._engines[index]
         while self.has_actor and engine in self._down:
             async with self._exclusive:
                 if not self._unpublished:
                     await self._send_weights([engine], self._version, verify=True)
                     self._down.discard(engine)
                     return
-            if asyncio.get_running_loop().time() > deadline:  # they may wait for what this engine has not finished
-                raise TeamLost(
-                    f"{engine.name}: failed while its actor was updated, and no weights were published in {timeout_s:g} s"
-                )
+            if self.draining:
+                raise TeamLost(f"{engine.name}: failed before it had finished what the next weights wait for")
             await asyncio.sleep(SAVE_POLL_S)
         self._down.discard(engine)
 
@@ -389,7 +387,7 @@ class PolicyRuntime:
             stream.close()
         self._streams = {}
         await together([*(actor.end() for actor in self._actors), *(engine.end() for engine in self._engines)])
-        self._down, self._exclusive, self._unpublished = set(), asyncio.Lock(), False
+        self._down, self._exclusive, self._unpublished, self.draining = set(), asyncio.Lock(), False, False
 
     async def stop(self) -> None:
         """End all processes."""
