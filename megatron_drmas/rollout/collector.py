@@ -277,15 +277,18 @@ class _TrajectoryContext:
         return await self.reward(Outcome(answer))
 
     async def reward(self, outcome: Outcome) -> float:
-        """The return of an outcome: its own, or the environment's, who grades an answer once."""
+        """The return of an outcome: its own, or the environment's, which grades a bare answer once, and again what has `info`."""
         if outcome.reward is not None:
             workflow = self._collector.team.workflow.config.name
             of_what = f"the outcome of workflow {workflow!r} has for question {self._trajectory.question.id!r}"
             return finite_reward(outcome.reward, of_what)
-        if outcome.answer not in self._grades:
+        if outcome.info or outcome.answer not in self._grades:
             environment, question = self._collector.environment, self._trajectory.question
             of_what = f"environment {environment.config.name!r} returned for question {question.id!r}"
-            self._grades[outcome.answer] = finite_reward(await environment.reward(question, outcome), of_what)
+            graded = finite_reward(await environment.reward(question, outcome), of_what)
+            if outcome.info:  # the environment may look at it
+                return graded
+            self._grades[outcome.answer] = graded
         return self._grades[outcome.answer]
 
     def chance(self, name: str) -> float:

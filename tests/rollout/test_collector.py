@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megatron_drmas.data.questions import Question
 from megatron_drmas.environments.base import Environment
 from megatron_drmas.rollout.client import EngineTimeout, PolicyClient
 from megatron_drmas.rollout.collate import collate
-from megatron_drmas.rollout.collector import Collector, Sampling
+from megatron_drmas.rollout.collector import Collector, Sampling, _TrajectoryContext
 from megatron_drmas.rollout.control_tokens import Mask, MaskedText
 from megatron_drmas.rollout.engine_messages import Sample
 from megatron_drmas.team.team import Team
@@ -463,3 +464,24 @@ def test_collated_columns_hold_every_turn_once():
     assert batch.row_name(last) == batch.select(torch.tensor([0, last])).row_name(1) == called
     picked = batch.select(batch.agent == 0)
     assert picked.offsets[-1] == len(picked.tokens) and picked.response_offsets[-1] == len(picked.engine_logprobs)
+
+
+def test_an_environment_sees_what_an_outcome_carries_after_the_bare_answer_was_graded():
+    """A grade of the answer alone is not the return of an outcome with `info`; bare answers are graded once."""
+    asked = []
+
+    class Counting:
+        config = SimpleNamespace(name="counting")
+
+        async def reward(self, question, outcome):
+            asked.append(outcome)
+            return 1.0 + outcome.info.get("bonus", 0.0)
+
+    context = _TrajectoryContext(
+        SimpleNamespace(environment=Counting()), SimpleNamespace(question=SimpleNamespace(id="q")), None, True
+    )
+
+    async def grades():
+        return [await context.grade("5"), await context.grade("5"), await context.reward(Outcome("5", {"bonus": 0.5}))]
+
+    assert asyncio.run(grades()) == [1.0, 1.0, 1.5] and len(asked) == 2
