@@ -91,7 +91,7 @@ class Fault:
 
     @property
     def exact(self) -> bool:
-        """Whether the state is the undisturbed run's: not where a checkpoint's open tickets are sampled again by later weights."""
+        """Whether the state is the undisturbed run's: not where a checkpoint's open tickets are sampled by later weights."""
         return "team" not in self.restarts or self.overrides != OVERLAP
 
     @property
