@@ -1,5 +1,6 @@
 """Log-probs against transformers in fp32, short and long, and what each known trap would do to them."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def test_verify_compares_a_forward_pass(models, tmp_path, capsys, monkeypatch):
         return torch.zeros(2, 3, 5) if len(asked) == 1 else torch.full((1, 3, 5), 2e-5)
 
     monkeypatch.setattr(verify, "logprobs", passes)
+    memory = {"SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": 10**12}
+    monkeypatch.setattr("os.sysconf", lambda name, real=os.sysconf: memory.get(name) or real(name))
     assert main(command) == 1
     assert "logits: max |Δ log-prob| 2e-05 at 256 of 4352 tokens, above the tolerance 1e-05" in capsys.readouterr().out
     assert asked == [(4352, 4351)] * 2

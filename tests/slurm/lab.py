@@ -56,7 +56,8 @@ def slurm_lab(repository: Path, nodes: int = 1, networks: bool = False) -> Itera
         port = probe.getsockname()[1]
     root = Path(tempfile.mkdtemp(prefix="slurm_lab_"))  # pytest's folders are private, and munged wants its socket reachable
     root.chmod(0o755)
-    environment = os.environ | {
+    shell = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}  # `cluster` sets some in this process
+    environment = shell | {
         "SLURM_LAB_ROOT": str(root),
         "SLURM_CONF": str(root / "etc/slurm.conf"),
         "SLURM_BASE_PORT": str(port),
